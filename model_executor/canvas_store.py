@@ -50,12 +50,10 @@ class Canvas:
     """``[canvas_length]`` float32: probability of each position's token, from the last
     step that predicted it (NaN before the first); None if the request does not stream
     by step."""
-    next_rows: np.ndarray | None = None
-    """Positions that the last step's pass chose for the next one, ascending; None where
-    it chooses none.
+    own: Any = None
+    """What only the cache method's layer pass knows of this request, outside pages: a
+    dataclass of the method, or None.
     """
-    cache_state: Any = None
-    """State of the cache method for this request, outside pages."""
 
     def __init__(self, request: NewRequest) -> None:
         self.spec = spec = request.spec

@@ -5,7 +5,9 @@ what is filled of them.
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from dllm_engine.decoding.messages import Failures
@@ -14,7 +16,7 @@ from dllm_engine.model_executor.candidates import BatchCandidates
 from dllm_engine.model_executor.canvas_store import Canvas
 from dllm_engine.model_executor.graphs.step import StepGraphs
 from dllm_engine.model_executor.guide.model import Draft
-from dllm_engine.model_executor.passes.base import LayerPass
+from dllm_engine.model_executor.passes.base import LayerPass, Results
 from dllm_engine.model_executor.rank import Rank
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.token_prediction import SamplingSettings
@@ -33,6 +35,19 @@ from dllm_engine.model_executor.unmasking.logits import ConstrainedRows, class_o
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, required
 
 
+class StepsRun(NamedTuple):
+    """What steps of one batch, run one after the other, have left."""
+
+    outcomes: list[StepOutcome]
+    """Of each step."""
+    failures: Failures
+    """Of requests whose own part of a step failed."""
+    results: list[Results]
+    """Of the layer pass, in each step."""
+    answers: list[np.ndarray]
+    """Values on the host of what the layer pass ``asked`` after the last step."""
+
+
 class Denoiser:
     """Runs steps on the canvases of a rank. Knows no request but those of the batch it
     is given.
@@ -47,10 +62,9 @@ class Denoiser:
         candidates: BatchCandidates,
         layer_pass: LayerPass,
         steps: Iterable[dict[str, StepPlan]],
-    ) -> tuple[list[StepOutcome], Failures]:
+    ) -> StepsRun:
         """Run steps of one batch, which do the same work on other tokens. Between them
-        the device is not waited for. Returns an outcome per step, and the failures of
-        requests whose own part of a step failed.
+        the device is not waited for.
 
         An exception in here is no one request's and ends the engine: pages have been
         written in part, by some layers and perhaps by some ranks, so that running the
@@ -58,22 +72,28 @@ class Denoiser:
         """
         batch, groups = candidates.batch, self._by_settings(candidates)
         filled_by_step: list[list[Filled]] = []
+        results: list[Results] = []
         failures: Failures = {}
         for plans in steps:
-            if filled_by_step and layer_pass.follows:
+            if filled_by_step:
                 layer_pass.follow(self.rank.store.masked)
             step_plans = [plans[request_id] for request_id in batch.request_ids]
-            filled, step_failures = self._step(batch, step_plans, groups, layer_pass)
+            filled, step_failures, left = self._step(
+                batch, step_plans, groups, layer_pass
+            )
             filled_by_step.append(filled)
+            results.append(left)
             failures |= step_failures
-        outcomes_of_steps, layer_pass.answers = outcomes_of(
-            filled_by_step, len(batch.plans), layer_pass.asked()
+        outcomes, answers = outcomes_of(
+            filled_by_step, len(batch.plans), layer_pass.asked(results[-1])
         )
-        return outcomes_of_steps, failures
+        return StepsRun(outcomes, failures, results, answers)
 
-    def forward(self, batch: StepBatch, layer_pass: LayerPass) -> torch.Tensor:
+    def forward(
+        self, batch: StepBatch, layer_pass: LayerPass
+    ) -> tuple[torch.Tensor, Results]:
         """Hidden states of a batch's rows, ``[num_rows, hidden_size]``, to be read
-        before the next pass.
+        before the next pass, and the results of the pass.
         """
         recorded = (
             None if self.graphs is None else self.graphs.forward(batch, layer_pass)
@@ -104,20 +124,21 @@ class Denoiser:
         plans: Sequence[StepPlan],
         groups: list[BatchCandidates],
         layer_pass: LayerPass,
-    ) -> tuple[list[Filled], Failures]:
+    ) -> tuple[list[Filled], Failures, Results]:
         """One forward pass of ``batch`` by ``plans``, in its order. Returns what it
-        fills in, and the failures.
+        fills in, the failures, and the results of the layer pass.
         """
-        hidden = self.forward(batch, layer_pass)
+        hidden, results = self.forward(batch, layer_pass)
         if self.graphs is not None and len(groups) > 1:
             # Graphs share their memory: the one that fills a group in may write over
             # it.
             hidden = hidden.clone()
-        if (finished := layer_pass.finished) is not None:
+        if (finished := layer_pass.finished(results)) is not None:
             groups = [group.of_finished(*finished) for group in groups]
         drafts: list[Draft] = []
         filled: list[Filled] = []
         failures: Failures = {}
+        observe = layer_pass.observe
         for group in groups:
             if not group.positions.numel():
                 continue
@@ -128,12 +149,13 @@ class Denoiser:
                 continue
             outcome, statistics = self._fill(hidden, group, plans)
             filled.append(outcome)
-            if layer_pass.observes or any(
+            if observe is not None or any(
                 batch.canvases[i].spec.needs_per_step_output for i in group.members
             ):
                 for index, positions, request_statistics in group.split(statistics):
                     canvas = batch.canvases[index]
-                    layer_pass.observe(index, positions, request_statistics)
+                    if observe is not None:
+                        observe(index, positions, request_statistics)
                     _record(canvas, positions, request_statistics)
                     if (guidance := canvas.spec.guidance) is not None:
                         columns = (
@@ -156,7 +178,7 @@ class Denoiser:
                             )
                         )
         guided, failed = self._fill_guided(plans, drafts)
-        return filled + guided, failures | failed
+        return filled + guided, failures | failed, results
 
     def _fill(
         self, hidden: torch.Tensor, group: BatchCandidates, plans: Sequence[StepPlan]

@@ -52,7 +52,7 @@ from dllm_engine.model_executor.page_memory import (
     PagePoolSpec,
     page_table,
 )
-from dllm_engine.model_executor.passes.base import DensePass, LayerPass
+from dllm_engine.model_executor.passes.base import DensePass, LayerPass, Repeats
 from dllm_engine.model_executor.rank import Rank
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.step_report import Reporter
@@ -350,21 +350,19 @@ class DiffusionModelRunner:
         batch, layer_pass = self._lay_out(plans)
         candidates = BatchCandidates.of(batch)
         steps: Iterable[dict[str, StepPlan]] = [plans]
-        if (
-            layer_pass.repeats
-            and num_steps > 1
-            and not (self.options.trace and layer_pass.chooses)
-        ):
+        if layer_pass.repeats is not Repeats.OTHER_WORK and num_steps > 1:
             specs = {request_id: self.canvases[request_id].spec for request_id in plans}
-            may_idle = not layer_pass.writes
+            may_idle = layer_pass.repeats is Repeats.ONLY_FILLS
             steps = steps_known_ahead(
                 plans, progress, specs, self.plan, num_steps, may_idle=may_idle
             )
         steps, steps_run = itertools.tee(steps)
-        outcomes, failures = self.denoiser.run(candidates, layer_pass, steps)
-        reporter = Reporter(batch, layer_pass, self.mask_token_id, self.options.trace)
-        reports = reporter.reports(list(steps_run), outcomes)
-        reports[-1] |= failures
+        run = self.denoiser.run(candidates, layer_pass, steps)
+        reporter = Reporter(
+            batch, layer_pass, run, self.mask_token_id, self.options.trace
+        )
+        reports = reporter.reports(list(steps_run))
+        reports[-1] |= run.failures
         return reports
 
     def _lay_out(self, plans: dict[str, StepPlan]) -> tuple[StepBatch, LayerPass]:
@@ -375,8 +373,7 @@ class DiffusionModelRunner:
             batch, layer_pass = self.last_layout
             repeated = dict(zip(batch.request_ids, batch.plans, strict=True))
             if (
-                layer_pass.repeats
-                and not layer_pass.follows
+                layer_pass.repeats in (Repeats.SAME_WORK, Repeats.ONLY_FILLS)
                 and plans.keys() == repeated.keys()
                 and all(
                     does_same_work(plan, repeated[request_id])

@@ -34,7 +34,7 @@ def run_largest_batch(rank: Rank) -> None:
     positions = torch.arange(num_rows, device=device) % longest
     sizes = [min(longest, num_rows - start) for start in range(0, num_rows, longest)]
     limits = _limits(positions, rank.model.config.family.attention_block)
-    hidden = rank.model(ids, positions, DensePass(RowBounds(sizes, device, limits)))
+    hidden, _ = rank.model(ids, positions, DensePass(RowBounds(sizes, device, limits)))
     chunk = head_chunks(num_rows, predictor.vocab_size, on_gpu=device.type != "cpu")[0]
     counters = Counters(*(positions[chunk],) * 3)
     one_class = torch.zeros(predictor.vocab_size, dtype=torch.int64, device=device)
@@ -81,7 +81,7 @@ def masked_logprobs(
         return [[] for _ in sequences]
     rows = on_device([first + p for first, p in places], device)
     ids = tokens.index_fill(0, rows, rank.predictor.mask_token_id)
-    hidden = rank.model(ids, positions, DensePass(row_bounds))
+    hidden, _ = rank.model(ids, positions, DensePass(row_bounds))
     # As in a response, the first position of a sequence has no row before it.
     predicting = on_device(
         [first + max(p - family.shifts_logits, 0) for first, p in places], device

@@ -19,10 +19,10 @@ from dllm_engine.decoding.messages import (
 )
 from dllm_engine.decoding.step_plan import StepPlan, must_fill, revises
 from dllm_engine.model_executor.canvas_store import Canvas
+from dllm_engine.model_executor.denoiser import StepsRun
 from dllm_engine.model_executor.failures import failure_of
 from dllm_engine.model_executor.passes.base import LayerPass
 from dllm_engine.model_executor.step_batch import StepBatch
-from dllm_engine.model_executor.unmasking.filling import StepOutcome
 from dllm_engine.model_executor.unmasking.statistics import required
 
 
@@ -33,20 +33,21 @@ class Reporter:
     batch: StepBatch
     """Rows of the first step."""
     layer_pass: LayerPass
+    run: StepsRun
     mask_token_id: int
     with_trace: bool
 
     def reports(
-        self, steps: Sequence[dict[str, StepPlan]], outcomes: Sequence[StepOutcome]
+        self, steps: Sequence[dict[str, StepPlan]]
     ) -> list[dict[str, StepResult]]:
         """A dictionary per step, by request, up to the last step that did something. A
         request ends with its first failure."""
-        reports: list[dict[str, StepResult]] = [{} for _ in outcomes]
+        reports: list[dict[str, StepResult]] = [{} for _ in steps]
         for index, (request_id, canvas) in enumerate(
             zip(self.batch.request_ids, self.batch.canvases, strict=True)
         ):
             rows = self.batch.host_positions[self.batch.rows(index)]
-            for number, (step, outcome) in enumerate(zip(steps, outcomes, strict=True)):
+            for number, step in enumerate(steps):
                 plan = step[request_id]
                 try:
                     if number:
@@ -55,7 +56,7 @@ class Reporter:
                         # It was fed the rows of the first step; those that its own plan
                         # leaves out had no effect.
                         rows = self.layer_pass.positions(plan, canvas)
-                    result = self._result(index, plan, outcome, rows)
+                    result = self._result(index, number, plan, rows)
                 except Exception as error:
                     result = failure_of(request_id, error)
                 reports[number][request_id] = result
@@ -69,11 +70,12 @@ class Reporter:
         ]
 
     def _result(
-        self, index: int, plan: StepPlan, outcome: StepOutcome, rows: np.ndarray
+        self, index: int, step: int, plan: StepPlan, rows: np.ndarray
     ) -> StepResult:
         """Take what a step filled into a canvas. ``rows``: the canvas positions that it
         computed.
         """
+        outcome, results = self.run.outcomes[step], self.run.results[step]
         canvas, layer_pass = self.batch.canvases[index], self.layer_pass
         spec, changed, number = canvas.spec, outcome.positions[index], plan.forward + 1
         edited = canvas.write(changed, outcome.tokens[index])
@@ -90,7 +92,7 @@ class Reporter:
                 f"forward pass {number} unmasked no token, although it has to",
             )
         ends = spec.ends.early_stop and canvas.give_up_behind_end()
-        canvas.next_rows = layer_pass.next_rows(index)
+        kv_slots = layer_pass.settle(index, results, self.run.answers)
         masked = canvas.masked_per_block(plan.window)
         still_revises = revises(plan, spec, sum(masked), len(edited))
         sent = canvas.take_sendable(
@@ -108,11 +110,11 @@ class Reporter:
             if spec.unmasking.slow_fast
             else None,
             tokens=tokens or None,
-            trace=_trace(canvas, plan, rows, edited) | layer_pass.record(index)
+            trace=_trace(canvas, plan, rows, edited) | layer_pass.record(index, results)
             if self.with_trace
             else None,
             ends=ends,
-            kv_slots=layer_pass.kv_slots(index),
+            kv_slots=kv_slots,
             logprobs=_logprobs(canvas, sent)
             if tokens and spec.reports.num_logprobs is not None
             else None,

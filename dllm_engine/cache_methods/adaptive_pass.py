@@ -9,8 +9,9 @@ apart; they are only ever added one after the other, so their sum is all there i
 keep.)
 """
 
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,19 +20,49 @@ from vllm.distributed import tensor_model_parallel_all_reduce
 from dllm_engine.cache_methods.adaptive import AdaptiveOptions, live_start
 from dllm_engine.decoding.canvas_layout import Span
 from dllm_engine.decoding.step_plan import RefreshState, Scope
+from dllm_engine.kernels.paged_attention import PagedTokens
 from dllm_engine.kernels.pages import add_or_renew_features
 from dllm_engine.kernels.sampling import NO_TOKEN, uniform
 from dllm_engine.kernels.similarity import choose_least_similar, replace_and_compare
-from dllm_engine.model_executor.batch_tables import (
-    FeatureTables,
-    HeadTables,
-    TokenTables,
-)
+from dllm_engine.model_executor.batch_tables import FeatureTables, TokenTables
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
-from dllm_engine.model_executor.passes.base import LayerPass, attend_split
+from dllm_engine.model_executor.passes.base import (
+    GraphParts,
+    LayerPass,
+    Repeats,
+    Results,
+    attend_split,
+)
 from dllm_engine.model_executor.step_batch import RowChoice, Rows, SplitRows, StepBatch
 from dllm_engine.model_executor.transfer import on_device
+
+
+class LayerSlots(Protocol):
+    """Slots of all rows by layer, ``[num_rows, num_kv_heads]`` each."""
+
+    def __getitem__(self, layer: int) -> torch.Tensor: ...
+
+
+class KeptTables(Protocol):
+    """Tables of the keys and values that pages hold."""
+
+    def row_slots(self) -> LayerSlots: ...
+    def paged_tokens(self, layer: int) -> PagedTokens: ...
+    def graph_inputs(self) -> list[torch.Tensor]: ...
+
+
+@dataclass(frozen=True)
+class LayersRun:
+    """Tensors of one run of the layers, which write into them."""
+
+    hidden: torch.Tensor
+    phases: RotaryPhases
+    row_slots: LayerSlots
+    feature_slots: torch.Tensor
+    """``FeatureTables.row_slots``"""
+    rows: torch.Tensor
+    """Rows that each layer recomputes, ``[num_layers, num_rows]``."""
 
 
 class AdaptivePass(LayerPass):
@@ -42,22 +73,12 @@ class AdaptivePass(LayerPass):
     Pages hold K/V, and features of the rows from the last that the response needs.
     """
 
-    chooses = True
-    make_tables: ClassVar[type[TokenTables | HeadTables]] = TokenTables
-    """K/V of the whole canvas, by position, or of what the heads of a layer retain."""
-    row_slots: torch.Tensor | HeadTables
-    """``tables.row_slots``, while the layers run."""
-    feature_slots: torch.Tensor
-    """``FeatureTables.row_slots``, likewise."""
-    rows: torch.Tensor
-    """Rows that each layer recomputes, ``[num_layers, num_rows]``, likewise."""
-
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         self.options = AdaptiveOptions.of(batch.canvases[0].spec)
         self.batch, self.pages, self.tables = (
             batch,
             pages,
-            self.make_tables(batch, pages),
+            self._tables(batch, pages),
         )
         self.first_adaptive_layer = int(self.options.refresh_first_layer)
         """Layers before it recompute every row in every step, and keep no features: as
@@ -114,15 +135,20 @@ class AdaptivePass(LayerPass):
             """Counters of the random number of each verified row: the same at any
             batch, and on every rank.
             """
-        self.repeats = self.counters is None and all(
+        if self.counters is None and all(
             plan.state is RefreshState.REUSE for plan in batch.plans
-        )
+        ):
+            self.repeats = Repeats.SAME_WORK
         self.some_rows = self._split(self.choice.sizes)
         self.places = torch.full_like(batch.positions, -1)
         """Place of each row among those recomputed, or −1. Each layer sets it for the
         rows that it chooses from.
         """
         self.places[self.choice.fixed] = self.choice.fixed_places
+
+    def _tables(self, batch: StepBatch, pages: PageMemory) -> KeptTables:
+        """K/V of the whole canvas, by position."""
+        return TokenTables(batch, pages)
 
     def _split(self, sizes: Sequence[int]) -> SplitRows:
         """Rows that a layer recomputes, so many of each request. A canvas that is
@@ -138,47 +164,52 @@ class AdaptivePass(LayerPass):
         ]
         return SplitRows(sizes, alone, self.batch.device)
 
-    def graph_layout(self) -> Hashable | None:
-        return tuple(
+    def graph_parts(self) -> GraphParts | None:
+        layout = tuple(
             (rows.num_paged_rows, *rows.sizes)
             for rows in (self.all_rows, self.some_rows)
         )
-
-    def graph_inputs(self) -> list[torch.Tensor]:
         verified = [self.verified] if isinstance(self.verified, torch.Tensor) else []
         verified += self.counters or ()
         parts = self.features, self.choice, self.all_rows, self.some_rows, self.tables
-        return [
+        inputs = [
             self.places,
             *verified,
             *(tensor for part in parts for tensor in part.graph_inputs()),
         ]
+        return GraphParts(layout, inputs)
 
     def __call__(
         self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases
-    ) -> torch.Tensor:
-        self.row_slots, self.feature_slots = (
-            self.tables.row_slots(),
-            self.features.row_slots(),
-        )
-        self.rows = self.places.new_empty(self.num_layers, self.some_rows.bounds[-1])
-        self.rows[:, self.choice.fixed_places] = self.choice.fixed
+    ) -> tuple[torch.Tensor, Results]:
+        """The results are the rows that each adaptive layer recomputes, if any of them
+        were chosen.
+        """
+        layers = list(layers)
+        run = self._begin(layers, hidden, phases)
         for index, layer in enumerate(layers):
             recompute = (
                 self._recompute_all
                 if index < self.first_adaptive_layer
                 else self._recompute_some
             )
-            recompute(index, layer, hidden, phases)
-        self.results = (
-            [] if self.verified is None else [self.rows[self.first_adaptive_layer :]]
+            recompute(run, index, layer)
+        return hidden, self._results(run)
+
+    def _results(self, run: LayersRun) -> list[torch.Tensor]:
+        return [] if self.verified is None else [run.rows[self.first_adaptive_layer :]]
+
+    def _begin(
+        self,
+        layers: Sequence[DecoderLayer],
+        hidden: torch.Tensor,
+        phases: RotaryPhases,
+    ) -> LayersRun:
+        rows = self.places.new_empty(self.num_layers, self.some_rows.bounds[-1])
+        rows[:, self.choice.fixed_places] = self.choice.fixed
+        return LayersRun(
+            hidden, phases, self.tables.row_slots(), self.features.row_slots(), rows
         )
-        del (
-            self.row_slots,
-            self.feature_slots,
-            self.rows,
-        )  # their memory is for the next graph
-        return hidden
 
     def rows_computed(self, index: int, num_rows: int) -> int:
         first, rest = (
@@ -189,15 +220,13 @@ class AdaptivePass(LayerPass):
             -(first * num_rows + rest * self.some_rows.sizes[index]) // self.num_layers
         )
 
-    def record(self, index: int) -> dict[str, Any]:
+    def record(self, index: int, results: Results) -> dict[str, Any]:
         count = self.num_updated[index]
         if count is None:
             return {}
         stop = self.some_rows.bounds[index + 1]
         rows = [
-            chosen[stop - count : stop]
-            for by_layer in self.results
-            for chosen in by_layer
+            chosen[stop - count : stop] for by_layer in results for chosen in by_layer
         ]
         return {
             "updated_positions": [
@@ -205,36 +234,25 @@ class AdaptivePass(LayerPass):
             ]
         }
 
-    def _recompute_all(
-        self,
-        index: int,
-        layer: DecoderLayer,
-        hidden: torch.Tensor,
-        phases: RotaryPhases,
-    ) -> None:
-        qkv = layer.qkv(layer.attn_norm(hidden), phases)
-        attended = layer.o_proj(self._attend(index, self.all_rows, None, qkv))
+    def _recompute_all(self, run: LayersRun, index: int, layer: DecoderLayer) -> None:
+        hidden = run.hidden
+        qkv = layer.qkv(layer.attn_norm(hidden), run.phases)
+        attended = layer.o_proj(self._attend(run, index, self.all_rows, None, qkv))
         hidden += layer.mlp(layer.mlp_norm(hidden, attended))
 
-    def _recompute_some(
-        self,
-        index: int,
-        layer: DecoderLayer,
-        hidden: torch.Tensor,
-        phases: RotaryPhases,
-    ) -> None:
-        values, rows = self._choose(index, layer, hidden, phases), self.rows[index]
-        x = attended = update = hidden[rows]
+    def _recompute_some(self, run: LayersRun, index: int, layer: DecoderLayer) -> None:
+        values, rows = self._choose(run, index, layer), run.rows[index]
+        x = attended = update = run.hidden[rows]
         if rows.numel():
             parts, known = ("qkv", []) if values is None else ("qk", [values[rows]])
-            qkv = [*layer.qkv(layer.attn_norm(x), phases[rows], parts), *known]
-            attended = layer.o_proj(self._attend(index, self.some_rows, rows, qkv))
+            qkv = [*layer.qkv(layer.attn_norm(x), run.phases[rows], parts), *known]
+            attended = layer.o_proj(self._attend(run, index, self.some_rows, rows, qkv))
             x = x + attended
             update = layer.mlp(layer.mlp_norm(x))
         add_or_renew_features(
-            hidden,
+            run.hidden,
             self.features.rows,
-            self.feature_slots[index],
+            run.feature_slots[index],
             self.places,
             attended,
             x,
@@ -242,11 +260,7 @@ class AdaptivePass(LayerPass):
         )
 
     def _choose(
-        self,
-        index: int,
-        layer: DecoderLayer,
-        hidden: torch.Tensor,
-        phases: RotaryPhases,
+        self, run: LayersRun, index: int, layer: DecoderLayer
     ) -> torch.Tensor | None:
         """Set the rows that the layer recomputes. Returns the values of all rows of the
         batch, if all are verified.
@@ -266,27 +280,23 @@ class AdaptivePass(LayerPass):
             )[None]
             metric = "random"
         else:
-            normed, by_value = (
-                layer.attn_norm(hidden[self.verified]),
-                self.options.similarity == "value",
-            )
-            fresh = layer.qkv(normed, phases[self.verified], "v" if by_value else "k")[
-                0
-            ]
+            by_value = self.options.similarity == "value"
+            normed = layer.attn_norm(run.hidden[self.verified])
+            part = "v" if by_value else "k"
+            (fresh,) = layer.qkv(normed, run.phases[self.verified], part)
             kept = self.pages.values if by_value else self.pages.keys
-            sums = replace_and_compare(
-                fresh, kept, self.row_slots[index][self.verified]
-            )
+            sums = replace_and_compare(fresh, kept, run.row_slots[index][self.verified])
             sums = tensor_model_parallel_all_reduce(sums)
             values = fresh if by_value and isinstance(self.verified, slice) else None
-        for part, candidates, places in self.choice.by_group(sums):
+        for own_sums, candidates, places in self.choice.by_group(sums):
             choose_least_similar(
-                part, metric, candidates, places, self.rows[index], self.places
+                own_sums, metric, candidates, places, run.rows[index], self.places
             )
         return values
 
     def _attend(
         self,
+        run: LayersRun,
         layer: int,
         computed: SplitRows,
         rows: torch.Tensor | None,
@@ -296,5 +306,5 @@ class AdaptivePass(LayerPass):
         have gone to pages.
         """
         q, k, v = qkv
-        self.pages.write(k, v, self.row_slots[layer], rows)
+        self.pages.write(k, v, run.row_slots[layer], rows)
         return attend_split(layer, self.tables, q, k, v, computed, attend_fresh=False)

@@ -1,6 +1,5 @@
 """Recorded forward passes."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,7 +15,12 @@ from dllm_engine.model_executor.graphs.recording import (
     padded_requests,
     worth_padding,
 )
-from dllm_engine.model_executor.passes.base import DensePass, LayerPass
+from dllm_engine.model_executor.passes.base import (
+    DensePass,
+    LayerPass,
+    Repeats,
+    Results,
+)
 from dllm_engine.model_executor.passes.paged import PagedPass
 from dllm_engine.model_executor.rank import Rank
 from dllm_engine.model_executor.step_batch import SplitRows, StepBatch
@@ -54,12 +58,12 @@ class ForwardSize(NamedTuple):
         rows, limited = padded(num_rows), batch.limits is not None
         if rows is None or not worth_padding(num_rows, rows):
             return None
-        if type(layer_pass).__call__ is not LayerPass.__call__ or layer_pass.chooses:
+        plain = PagedPass if isinstance(layer_pass, PagedPass) else DensePass
+        own = type(layer_pass)
+        if own.__call__ is not plain.__call__ or own.attend is not plain.attend:
             return None
         reads = writes = overwrites = False
         if isinstance(layer_pass, PagedPass):
-            if type(layer_pass).attend is not PagedPass.attend:
-                return None
             reads, writes = (
                 layer_pass.rows.num_paged_rows > 0,
                 layer_pass.row_slots is not None,
@@ -133,7 +137,7 @@ class ForwardGraph:
             )
         self.holds: LayerPass | None = None
         places, positions = self.places, self.positions
-        self.launch = lambda: model(store.tokens[places], positions, own_pass)
+        self.launch = lambda: model(store.tokens[places], positions, own_pass)[0]
         self.replay = record(self.launch)
 
     def __call__(
@@ -143,7 +147,7 @@ class ForwardGraph:
         of any graph.
         """
         if (
-            self.holds is not layer_pass or layer_pass.follows
+            self.holds is not layer_pass or layer_pass.repeats is Repeats.AFTER_FOLLOW
         ):  # else it runs on what the last step left
             self._take(batch, layer_pass)
             self.holds = layer_pass
@@ -207,25 +211,22 @@ class LayoutGraph:
         model, store = rank.model, rank.store
         self.inputs = self._inputs(batch, layer_pass)
         places, positions = self.inputs[:2]
-        self.holds = layer_pass
-        self.recorded_pass = (
-            layer_pass  # whose other tensors the recorded work reads as well
-        )
-
-        def run() -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-            return model(
-                store.tokens[places], positions, layer_pass
-            ), layer_pass.results
-
+        self.holds = self.recorded_pass = layer_pass
+        """The recorded work reads other tensors of its pass as well."""
         # Not launched first: rows are chosen by what the last step has left, which this
         # work replaces.
-        self.replay = record(run, launch_first=False)
+        self.replay = record(
+            lambda: model(store.tokens[places], positions, layer_pass),
+            launch_first=False,
+        )
 
-    def __call__(self, batch: StepBatch, layer_pass: LayerPass) -> torch.Tensor:
+    def __call__(
+        self, batch: StepBatch, layer_pass: LayerPass
+    ) -> tuple[torch.Tensor, Results]:
         """Hidden states ``[num_rows, hidden_size]``, until the next replay of any
-        graph.
+        graph, and the results of the pass.
         """
-        if self.holds is not layer_pass or layer_pass.follows:
+        if self.holds is not layer_pass or layer_pass.repeats is Repeats.AFTER_FOLLOW:
             inputs = self._inputs(batch, layer_pass)
             for dtype in {
                 tensor.dtype for tensor in inputs
@@ -239,17 +240,17 @@ class LayoutGraph:
                     [target for target, _ in pairs], [source for _, source in pairs]
                 )
             self.holds = layer_pass
-        hidden: torch.Tensor
         hidden, results = self.replay()
-        layer_pass.results = [result.clone() for result in results]
-        return hidden[: batch.bounds[-1]]
+        return hidden[: batch.bounds[-1]], [result.clone() for result in results]
 
     @staticmethod
     def _inputs(batch: StepBatch, layer_pass: LayerPass) -> list[torch.Tensor]:
-        """Copies of the places and positions of rows, and ``graph_inputs``."""
-        more = max(layer_pass.graph_rows - batch.bounds[-1], 0)
+        """Copies of the places and positions of rows, and ``GraphParts.inputs``."""
+        parts = layer_pass.graph_parts()
+        assert parts is not None
+        more = max(parts.num_rows - batch.bounds[-1], 0)
         rows = [
             F.pad(batch.places, (0, more), value=SPARE),
             F.pad(batch.positions, (0, more)),
         ]
-        return rows + layer_pass.graph_inputs()
+        return rows + parts.inputs

@@ -22,7 +22,7 @@ from dllm_engine.model_executor.graphs.recording import (
     padded,
     worth_padding,
 )
-from dllm_engine.model_executor.passes.base import DensePass, LayerPass
+from dllm_engine.model_executor.passes.base import DensePass, LayerPass, Results
 from dllm_engine.model_executor.passes.paged import PagedPass
 from dllm_engine.model_executor.rank import Rank
 from dllm_engine.model_executor.step_batch import StepBatch
@@ -206,24 +206,26 @@ class StepGraphs:
                 )
         return None
 
-    def forward(self, batch: StepBatch, layer_pass: LayerPass) -> torch.Tensor | None:
-        """Hidden states ``[num_rows, hidden_size]``, to be read before the next step;
-        None: launch it.
+    def forward(
+        self, batch: StepBatch, layer_pass: LayerPass
+    ) -> tuple[torch.Tensor, Results] | None:
+        """Hidden states ``[num_rows, hidden_size]``, to be read before the next step,
+        and the results of the pass; None: launch it.
         """
         self._forget_outdated()
         if isinstance(layer_pass, PagedPass | DensePass):
             size = ForwardSize.of(batch, layer_pass)
             if size is not None:
                 forward = self.forwards.get(size, self.launches_before)
-                return None if forward is None else forward(batch, layer_pass)
-        layout = layer_pass.graph_layout()
+                return None if forward is None else (forward(batch, layer_pass), ())
+        parts = layer_pass.graph_parts()
         refreshes = any(plan.state is not RefreshState.REUSE for plan in batch.plans)
-        if layout is None or (refreshes and batch.bounds[-1] > HOST_BOUND_ROWS):
+        if parts is None or (refreshes and batch.bounds[-1] > HOST_BOUND_ROWS):
             return None
         key = (
             type(layer_pass),
-            layout,
-            *(tensor.shape for tensor in layer_pass.graph_inputs()),
+            parts.layout,
+            *(tensor.shape for tensor in parts.inputs),
         )
         graph = self.layouts.get(key, max(1, self.launches_before), batch, layer_pass)
         return None if graph is None else graph(batch, layer_pass)

@@ -208,7 +208,7 @@ class Guide:
         layer_pass = PagedPass(
             tables, rows_in_pages, tables.row_slots(), attend_fresh=False
         )
-        hidden = self.model(on_device(fed, device), batch.positions, layer_pass)
+        hidden, _ = self.model(on_device(fed, device), batch.positions, layer_pass)
         rows = [
             t - 1 - span.start + b
             for draft, span, b in zip(drafts, spans, batch.bounds, strict=False)

@@ -8,7 +8,7 @@ layer pass (``model_executor/passes/base.py``), which may change the rows betwee
 inside layers.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -272,10 +272,12 @@ class DiffusionDecoder(nn.Module):
         self,
         input_ids: torch.Tensor,
         positions: torch.Tensor,
-        layer_pass: Callable[..., torch.Tensor],
-    ) -> torch.Tensor:
-        """Hidden states before the final norm; ``layer_pass(layers, hidden, phases)``
-        runs the layers over rows ``[num_rows, hidden_size]``."""
+        layer_pass: Callable[..., tuple[torch.Tensor, Sequence[torch.Tensor]]],
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """Hidden states before the final norm, and what else the pass leaves;
+        ``layer_pass(layers, hidden, phases)`` runs the layers over rows ``[num_rows,
+        hidden_size]``.
+        """
         with self.forward_context(positions):
             return layer_pass(
                 self.layers,

@@ -5,8 +5,10 @@ rows between layers (early skipping) or compute some parts for all rows and othe
 few (adaptive updates).
 """
 
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,40 +18,62 @@ from dllm_engine.kernels.attention import (
     bidirectional_attention,
     reads_bounds_on_device,
 )
-from dllm_engine.kernels.paged_attention import paged_attention
-from dllm_engine.model_executor.batch_tables import HeadTables, KVTables
+from dllm_engine.kernels.paged_attention import PagedTokens, paged_attention
 from dllm_engine.model_executor.canvas_store import Canvas
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.step_batch import RowBounds, SplitRows, StepBatch
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 
+Results = Sequence[torch.Tensor]
+"""Tensors that a pass leaves beside hidden states, such as the rows that it chose."""
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""``attend(layer, q, k, v)``: attention output ``[num_rows, num_heads, head_dim]`` of
+all rows, and what becomes of their keys and values.
+
+``q`` ``[num_rows, num_heads, head_dim]``, ``k`` and ``v`` ``[num_rows, num_kv_heads,
+head_dim]``.
+"""
+
+
+Observe = Callable[[int, torch.Tensor, TokenStatistics], None]
+"""``observe(index, positions, statistics)``: observe the predictions at masked
+positions of a request, before any of them is unmasked."""
+
+
+class Repeats(Enum):
+    """Effect of running a pass once more, on the tokens that are then current."""
+
+    OTHER_WORK = "other work"
+    """The next step needs another pass."""
+    AFTER_FOLLOW = "after follow"
+    """The same work, once ``follow`` has taken in what the last step filled."""
+    SAME_WORK = "same work"
+    ONLY_FILLS = "only fills"
+    """The same work, and nothing changes but the tokens that a step fills."""
+
+
+@dataclass(frozen=True)
+class GraphParts:
+    """Description of a pass that is recorded as a CUDA graph. Passes of one class, one
+    layout and equal shapes of inputs differ in the contents of the inputs alone.
+    """
+
+    layout: Hashable
+    """The host's numbers that shape the launches of the pass."""
+    inputs: list[torch.Tensor]
+    """Tensors that the pass reads on the device."""
+    num_rows: int = 0
+    """Rows of the recorded pass, if more than the batch has: rows of no request, which
+    no attention reaches, follow."""
+
 
 class LayerPass:
     """Runs all layers in one forward pass."""
 
-    results: Sequence[torch.Tensor] = ()
-    """Tensors that the last pass left beside hidden states. A recorded pass gets a copy
-    of what a replay leaves.
-    """
-    answers: Sequence[np.ndarray] = ()
-    """Values of ``asked`` on the host."""
-    chooses = False
-    """True if layers choose rows to compute or to keep. A trace shows them of each
-    step.
-    """
-    observes = False
-    """True if ``observe`` must be called."""
-    repeats = False
-    """True if running the pass once more does the same work on the current tokens."""
-    writes = True
-    """True if the pass changes more than the tokens that its step fills."""
-    follows = False
-    """True if ``follow`` must be called between steps that run ahead."""
-    graph_rows = 0
-    """Rows of a recorded pass, if more than the batch has: rows of no request, which no
-    attention reaches, follow.
-    """
+    repeats = Repeats.OTHER_WORK
+    observe: Observe | None = None
+    """None: the pass observes no predictions."""
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         """A pass over the rows of a batch."""
@@ -66,72 +90,41 @@ class LayerPass:
         """
         return np.arange(*plan.span)
 
-    @property
-    def finished(self) -> tuple[torch.Tensor, Sequence[int]] | None:
-        """After the pass, the rows that went through all layers, ``[num_rows]`` bool,
-        and the number of each request's; None: all rows. Only finished rows predict a
-        token."""
-        return None
-
-    def graph_layout(self) -> Hashable | None:
-        """The host's numbers that shape the launches of a pass. Passes of one class,
-        one layout and equal shapes of ``graph_inputs`` differ in the contents of these
-        alone. None: the pass is launched."""
-        return None
-
-    def graph_inputs(self) -> list[torch.Tensor]:
-        """Tensors that the pass reads on the device."""
-        return []
-
     def __call__(
         self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, Results]:
         """Hidden states ``[num_rows, hidden_size]`` after the last layer, from the
-        embeddings of the same rows.
-
-        ``hidden`` belongs to the pass, which may write into it. A pass that computes
-        every row in every layer differs from others in ``attend`` alone; one that does
-        not has its own loop.
-        """
-        update = None  # what the layer before adds; the next norm does it
-        for index, layer in enumerate(layers):
-            q, k, v = layer.qkv(layer.attn_norm(hidden, update), phases)
-            attended = layer.o_proj(self.attend(index, q, k, v))
-            update = layer.mlp(layer.mlp_norm(hidden, attended))
-        return hidden if update is None else hidden.add_(update)
-
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
-        """Attention output ``[num_rows, num_heads, head_dim]`` of all rows, and what
-        becomes of their keys and values.
-
-        ``q`` ``[num_rows, num_heads, head_dim]``, ``k`` and ``v`` ``[num_rows,
-        num_kv_heads, head_dim]``.
+        embeddings of the same rows, and the results of the pass. ``hidden`` belongs to
+        the pass, which may write into it.
         """
         raise NotImplementedError
+
+    def graph_parts(self) -> GraphParts | None:
+        """None: the pass is launched."""
+        return None
+
+    def finished(self, results: Results) -> tuple[torch.Tensor, Sequence[int]] | None:
+        """The rows that went through all layers, ``[num_rows]`` bool, and the number of
+        each request's; None: all rows. Only finished rows predict a token."""
+        return None
 
     def follow(self, masked: torch.Tensor) -> None:
         """Take in what the last step filled, before one more step. ``masked``:
         ``CanvasStore.masked``.
         """
 
-    def observe(
-        self, index: int, positions: torch.Tensor, statistics: TokenStatistics
-    ) -> None:
-        """Observe the predictions at masked positions of a request, before any of them
-        is unmasked.
-        """
-
-    def asked(self) -> list[torch.Tensor]:
-        """Tensors that the host reads after the pass, as ``answers``. They are copied
-        together with the filled tokens, so that the host waits once."""
+    def asked(self, results: Results) -> list[torch.Tensor]:
+        """Tensors that the host reads after the pass. They are copied together with the
+        filled tokens, so that the host waits once."""
         return []
 
-    def next_rows(self, index: int) -> np.ndarray | None:
-        """Canvas positions that the next step of a request computes, ascending, if its
-        plan leaves the choice to the pass (``positions``). Called after the step's
-        tokens are in the canvas. The same on every rank."""
+    def settle(
+        self, index: int, results: Results, answers: Sequence[np.ndarray]
+    ) -> int | None:
+        """Take in what the host has read of ``asked``, for a request whose canvas has
+        the step's tokens. Returns the key slots that the request needs for good in the
+        table that its layers share, on the rank that needs most; None unless this pass
+        has settled it. The same on every rank."""
         return None
 
     def rows_computed(self, index: int, num_rows: int) -> int:
@@ -140,27 +133,43 @@ class LayerPass:
         """
         return num_rows
 
-    def kv_slots(self, index: int) -> int | None:
-        """Key slots that a request needs for good in the table that its layers share,
-        on the rank that needs most; None unless this pass has settled it."""
-        return None
-
-    def record(self, index: int) -> dict[str, Any]:
+    def record(self, index: int, results: Results) -> dict[str, Any]:
         """Trace entries of the pass for a request, by their names in
         ``DiffusionFigures.trace``.
         """
         return {}
 
 
+def run_layers(
+    layers: Iterable[DecoderLayer],
+    hidden: torch.Tensor,
+    phases: RotaryPhases,
+    attend: Attend,
+) -> torch.Tensor:
+    """Hidden states after the last layer, of a pass that computes every row in every
+    layer and differs from others in ``attend`` alone.
+    """
+    update = None  # what the layer before adds; the next norm does it
+    for index, layer in enumerate(layers):
+        q, k, v = layer.qkv(layer.attn_norm(hidden, update), phases)
+        attended = layer.o_proj(attend(index, q, k, v))
+        update = layer.mlp(layer.mlp_norm(hidden, attended))
+    return hidden if update is None else hidden.add_(update)
+
+
 class DensePass(LayerPass):
     """A pass that neither reads nor writes pages: each sequence attends to itself, as
     far as its rows have no limits to all of it."""
 
-    repeats = True
-    writes = False
+    repeats = Repeats.ONLY_FILLS
 
     def __init__(self, row_bounds: RowBounds, pages: object = None) -> None:
         self.row_bounds = row_bounds
+
+    def __call__(
+        self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases
+    ) -> tuple[torch.Tensor, Results]:
+        return run_layers(layers, hidden, phases, self.attend), ()
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -180,9 +189,15 @@ def attend_alone(
     return bidirectional_attention(q, k, v, rows.bounds, rows.cu_seqlens)
 
 
+class AttendedTables(Protocol):
+    """Tables of what rows attend to in pages."""
+
+    def paged_tokens(self, layer: int) -> PagedTokens: ...
+
+
 def attend_split(
     layer: int,
-    tables: KVTables | HeadTables,
+    tables: AttendedTables,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,

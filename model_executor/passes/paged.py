@@ -3,6 +3,7 @@ well.
 """
 
 from collections import defaultdict
+from collections.abc import Iterable
 from itertools import accumulate
 from typing import Any
 
@@ -11,8 +12,15 @@ import torch
 
 from dllm_engine.decoding.step_plan import RefreshState, StepPlan
 from dllm_engine.model_executor.batch_tables import ALL_LAYERS, KVTables, TokenTables
+from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
-from dllm_engine.model_executor.passes.base import LayerPass, attend_split
+from dllm_engine.model_executor.passes.base import (
+    LayerPass,
+    Repeats,
+    Results,
+    attend_split,
+    run_layers,
+)
 from dllm_engine.model_executor.step_batch import SplitRows, StepBatch, ranges
 from dllm_engine.model_executor.transfer import on_device
 
@@ -33,31 +41,22 @@ class PagedPass(LayerPass):
         where the rows' keys and values are written before any row attends, int64
         ``[num_layers, num_rows, num_kv_heads]``; None: nowhere. With ``attend_fresh`` a
         row attends to its request's own rows as well."""
-        self.tokens, self.rows, self.row_slots, self.attend_fresh = (
-            tokens,
-            rows,
-            slots,
-            attend_fresh,
-        )
-        self.writes = slots is not None
+        self.tokens, self.rows = tokens, rows
+        self.row_slots, self.attend_fresh = slots, attend_fresh
+
+    def __call__(
+        self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases
+    ) -> tuple[torch.Tensor, Results]:
+        return run_layers(layers, hidden, phases, self.attend), ()
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         if self.row_slots is not None:
             self.tokens.pages.write(k, v, self.row_slots[layer])
-        out = attend_split(
+        return attend_split(
             layer, self.tokens, q, k, v, self.rows, attend_fresh=self.attend_fresh
         )
-        if self.chooses:
-            self.retain(layer, q, k, v)
-        return out
-
-    def retain(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> None:
-        """Write what a layer chooses to pages. Arguments as of ``attend``."""
-        raise NotImplementedError
 
 
 class OverwritePass(PagedPass):
@@ -75,16 +74,16 @@ class OverwritePass(PagedPass):
             ]
         )
         super().__init__(tokens, rows, tokens.row_slots(), attend_fresh=False)
-        self.repeats = all(plan.state is RefreshState.REUSE for plan in batch.plans)
+        if all(plan.state is RefreshState.REUSE for plan in batch.plans):
+            self.repeats = Repeats.SAME_WORK
 
 
-class RetentionPass(PagedPass):
-    """A paged pass in which UPDATE requests retain tokens.
+class AddingPass(PagedPass):
+    """A paged pass in which UPDATE requests add tokens to pages.
 
     Requests in every refresh state share the pass: each attends to its own rows and to
-    what its plan reads in pages, and in each layer UPDATE requests write what they
-    retain behind what they read. This class retains every position that a plan names; a
-    subclass may choose.
+    what its plan reads in pages, and UPDATE requests write what they retain behind what
+    they read.
     """
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
@@ -100,62 +99,66 @@ class RetentionPass(PagedPass):
         """Numbers of the UPDATE requests, those together that compute and
         add the same.
         """
-        self.named = [_named_rows(batch.plans[members[0]]) for members in self.groups]
-        """Per group, the rows of the positions that ``plan.adds`` names, among a
-        request's own; on the host.
-        """
-        self.writes, self.repeats = bool(self.groups), not self.groups
         self.updating = [i for members in self.groups for i in members]
         """Numbers of the UPDATE requests, in the order in which their rows are
         retained.
         """
-        if self.groups:
-            plans = [batch.plans[i] for i in self.updating]
-            counts = [plan.retained - plan.read for plan in plans]
-            self.bounds = [0, *accumulate(counts)]
-            """Bounds of the tokens that each of ``updating`` adds to pages."""
-            places = (
-                np.repeat(self.updating, counts),
-                ranges([plan.read for plan in plans], counts)[1],
-            )
-            slots = tokens.token_slots(
-                ALL_LAYERS, *on_device(np.stack(places), batch.device).unbind()
-            )
-            named = zip(self.groups, self.named, strict=True)
-            rows = np.concatenate(
-                [batch.bounds[i] + own for members, own in named for i in members]
-            )
-            self.named_rows = on_device(rows, batch.device)
-            """``named`` among the rows of the batch, in the order of ``updating``."""
-            if self.chooses:
-                self.slots = slots
-                """Per layer, the slots of each token that is retained."""
-                self.results = [self.named_rows.new_empty(slots.shape[:2])]
-            else:
-                shape = slots.shape[0], batch.bounds[-1], slots.shape[2]
-                self.row_slots = slots.new_full(shape, -1).index_copy_(
-                    1, self.named_rows, slots
-                )
-                self.results = [self.named_rows.expand(slots.shape[0], -1)]
+        if not self.groups:
+            self.repeats = Repeats.ONLY_FILLS
+            return
+        self.named = [_named_rows(batch.plans[members[0]]) for members in self.groups]
+        """Per group, the rows of the positions that ``plan.adds`` names, among a
+        request's own; on the host.
+        """
+        plans = [batch.plans[i] for i in self.updating]
+        counts = [plan.retained - plan.read for plan in plans]
+        self.bounds = [0, *accumulate(counts)]
+        """Bounds of the tokens that each of ``updating`` adds to pages."""
+        places = (
+            np.repeat(self.updating, counts),
+            ranges([plan.read for plan in plans], counts)[1],
+        )
+        self.slots = tokens.token_slots(
+            ALL_LAYERS, *on_device(np.stack(places), batch.device).unbind()
+        )
+        """Per layer, the slots of each token that is added."""
+        named = zip(self.groups, self.named, strict=True)
+        rows = np.concatenate(
+            [batch.bounds[i] + own for members, own in named for i in members]
+        )
+        self.named_rows = on_device(rows, batch.device)
+        """``named`` among the rows of the batch, in the order of ``updating``."""
 
-    def record(self, index: int) -> dict[str, Any]:
+    def added(self, index: int) -> slice | None:
+        """The tokens that a request adds to pages, among those of ``updating``; None
+        for one that adds none.
+        """
         if index not in self.updating:
-            return {}
+            return None
         at = self.updating.index(index)
-        added, read = slice(*self.bounds[at : at + 2]), self.batch.plans[index].read
-        canvas = self.batch.canvases[index]
-        # Of each layer, what pages held before comes first. What other requests wrote
-        # is a beginning of the canvas.
-        (retained,) = self.results
-        before = canvas.cache_state or [[] for _ in retained]
-        canvas.cache_state = [
-            [
-                *(held if len(held) >= read else range(read))[:read],
-                *self.batch.positions[rows[added]].tolist(),
-            ]
-            for held, rows in zip(before, retained, strict=True)
-        ]
-        return {"retained_positions": [sorted(held) for held in canvas.cache_state]}
+        return slice(*self.bounds[at : at + 2])
+
+
+class RetentionPass(AddingPass):
+    """Retains every position that a plan adds. What an UPDATE reads is a beginning of
+    the canvas.
+    """
+
+    def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
+        super().__init__(batch, pages)
+        if self.groups:
+            shape = self.slots.shape[0], batch.bounds[-1], self.slots.shape[2]
+            self.row_slots = self.slots.new_full(shape, -1).index_copy_(
+                1, self.named_rows, self.slots
+            )
+
+    def record(self, index: int, results: Results) -> dict[str, Any]:
+        added = self.added(index)
+        if added is None:
+            return {}
+        positions = self.batch.positions[self.named_rows[added]].tolist()
+        retained = [*range(self.batch.plans[index].read), *positions]
+        return {"retained_positions": [sorted(retained)] * self.slots.shape[0]}
 
 
 def _named_rows(plan: StepPlan) -> np.ndarray:

@@ -58,9 +58,9 @@ def count_runs(runner, monkeypatch):
     run, lengths = runner.denoiser.run, []
 
     def counted(candidates, layer_pass, steps):
-        outcomes, failures = run(candidates, layer_pass, steps)
-        lengths.append(len(outcomes))
-        return outcomes, failures
+        ran = run(candidates, layer_pass, steps)
+        lengths.append(len(ran.outcomes))
+        return ran
 
     monkeypatch.setattr(runner.denoiser, "run", counted)
     return lengths

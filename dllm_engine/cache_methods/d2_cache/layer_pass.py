@@ -6,7 +6,8 @@ prior; the tokens that were just unmasked; and of all others those to which atte
 rolled out over the layers, leads.
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain, groupby
 
 import numpy as np
@@ -29,12 +30,29 @@ from dllm_engine.model_executor.canvas_store import Canvas
 from dllm_engine.model_executor.graphs.recording import HOST_BOUND_ROWS, padded
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
-from dllm_engine.model_executor.passes.base import LayerPass
+from dllm_engine.model_executor.passes.base import (
+    GraphParts,
+    LayerPass,
+    Results,
+    run_layers,
+)
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.unmasking.statistics import (
     TokenStatistics,
     certainty_density,
 )
+
+
+@dataclass
+class RowPriorities:
+    """What a request's next pass goes by, outside pages."""
+
+    confidence: torch.Tensor
+    """Of each canvas position, float32 ``[canvas_length]``; 0 where it was not
+    predicted."""
+    next_rows: np.ndarray | None = None
+    """Canvas positions that the next pass computes, ascending, as the last one chose
+    them; None: all."""
 
 
 class Rollout:
@@ -83,8 +101,6 @@ class RolloutPass(LayerPass):
     to the whole canvas as kept.
     """
 
-    observes = True
-
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         self.batch, self.pages = batch, pages
         num_rows, sizes = batch.bounds[-1], batch.sizes
@@ -94,6 +110,8 @@ class RolloutPass(LayerPass):
         """Positions of a canvas, at most. It and numbers of rows are rounded up where
         the pass may be recorded.
         """
+        self.graph_rows = 0
+        """Rows of the recorded pass; 0: it is launched."""
         if num_rows <= HOST_BOUND_ROWS and all(
             plan.state is RefreshState.REUSE for plan in batch.plans
         ):
@@ -105,8 +123,6 @@ class RolloutPass(LayerPass):
         """Rows of a request, at most, and number of the requests that it holds for; in
         batch order.
         """
-        self.rollouts: list[tuple[slice, Rollout]] = []
-        """Per group, its requests, and their rollout as far as layers have run."""
         places = self.tables.slots(
             ALL_LAYERS, batch.requests, batch.positions, pages.page_size
         )
@@ -120,34 +136,35 @@ class RolloutPass(LayerPass):
         ]
         """Tokens of each response that are known when the pass begins, bool."""
         for canvas, length in zip(batch.canvases, lengths, strict=True):
-            if canvas.cache_state is None:
-                canvas.cache_state = torch.zeros(length, device=batch.device)
+            if canvas.own is None:
+                canvas.own = RowPriorities(torch.zeros(length, device=batch.device))
 
     @staticmethod
     def positions(plan: StepPlan, canvas: Canvas) -> np.ndarray:
         """What the pass before chose, if there was one."""
-        return (
-            LayerPass.positions(plan, canvas)
-            if canvas.next_rows is None
-            else canvas.next_rows
-        )
+        if canvas.own is None or canvas.own.next_rows is None:
+            return LayerPass.positions(plan, canvas)
+        rows: np.ndarray = canvas.own.next_rows
+        return rows
 
-    def graph_layout(self) -> Hashable | None:
-        return tuple(self.groups) if self.graph_rows else None
-
-    def graph_inputs(self) -> list[torch.Tensor]:
-        return [
+    def graph_parts(self) -> GraphParts | None:
+        if not self.graph_rows:
+            return None
+        inputs = [
             self.places,
             self.batch.cu_seqlens,
             self.tables.tables,
             self.tables.head_len,
             self.tables.token_lens,
         ]
+        return GraphParts(tuple(self.groups), inputs, self.graph_rows)
 
     def __call__(
         self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases
-    ) -> torch.Tensor:
-        self.row_slots = self.pages.slots(self.places[:, : hidden.shape[0]])
+    ) -> tuple[torch.Tensor, Results]:
+        """The results are the importance of every position, per group."""
+        row_slots = self.pages.slots(self.places[:, : hidden.shape[0]])
+        rollouts: list[tuple[slice, Rollout]] = []
         first = 0
         for num_rows, num_requests in self.groups:
             requests = slice(first, first := first + num_requests)
@@ -157,30 +174,42 @@ class RolloutPass(LayerPass):
             positions = phases.positions[
                 rows.clamp(max=hidden.shape[0] - 1)
             ].masked_fill(~exist, 0)
-            self.rollouts.append((requests, Rollout(positions, exist, self.num_tokens)))
-        hidden = super().__call__(layers, hidden, phases)
-        self.results = [rollout.importance() for _, rollout in self.rollouts]
-        self.rollouts.clear()
-        del (
-            self.row_slots
-        )  # its memory, and that of the rollouts, is for the next graph
-        return hidden
+            rollouts.append((requests, Rollout(positions, exist, self.num_tokens)))
 
-    def attend(
+        def attend(
+            layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        ) -> torch.Tensor:
+            self.pages.write(k, v, row_slots[layer])
+            out, lse = self._attention(layer, q, k, v)
+            self._add_layer(rollouts, layer, q, lse)
+            return out
+
+        hidden = run_layers(layers, hidden, phases, attend)
+        return hidden, [rollout.importance() for _, rollout in rollouts]
+
+    def _attention(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
-        self.pages.write(k, v, self.row_slots[layer])
-        tokens, bounds, most_rows = (
-            self.tables.paged_tokens(layer),
-            self.batch.cu_seqlens,
-            max(self.groups)[0],
-        )
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention output, and the logarithm of each softmax's denominator."""
+        tokens, bounds = self.tables.paged_tokens(layer), self.batch.cu_seqlens
+        most_rows = max(self.groups)[0]
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         out = paged_attention(
             q, k, v, bounds, tokens, attend_fresh=False, max_seqlen=most_rows, lse=lse
         )
+        return out, lse
+
+    def _add_layer(
+        self,
+        rollouts: list[tuple[slice, Rollout]],
+        layer: int,
+        q: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """Add a layer to the rollouts of each group's requests."""
+        tokens, bounds = self.tables.paged_tokens(layer), self.batch.cu_seqlens
         ranks = get_tensor_model_parallel_world_size()
-        for requests, rollout in self.rollouts:
+        for requests, rollout in rollouts:
             pages = (
                 tokens.k_pages,
                 tokens.page_tables[requests],
@@ -194,7 +223,6 @@ class RolloutPass(LayerPass):
             rollout.add_layer(
                 tensor_model_parallel_all_reduce(sums), 1 / (q.shape[1] * ranks)
             )
-        return out
 
     def observe(
         self, index: int, positions: torch.Tensor, statistics: TokenStatistics
@@ -205,17 +233,29 @@ class RolloutPass(LayerPass):
             confidence = statistics.confidence(
                 measure if measure in WEIGHTED_MEASURES else "probability"
             )
-            canvas.cache_state[positions] = confidence.float()
+            canvas.own.confidence[positions] = confidence.float()
 
-    def asked(self) -> list[torch.Tensor]:
+    def asked(self, results: Results) -> list[torch.Tensor]:
         """Importance and confidence of every position, per request."""
-        kept = [canvas.cache_state for canvas in self.batch.canvases]
-        importance = chain.from_iterable(self.results)
+        kept = [canvas.own.confidence for canvas in self.batch.canvases]
+        importance = chain.from_iterable(results)
         return [
             torch.stack((x[: len(y)], y)) for x, y in zip(importance, kept, strict=True)
         ]
 
-    def next_rows(self, index: int) -> np.ndarray | None:
+    def settle(
+        self, index: int, results: Results, answers: Sequence[np.ndarray]
+    ) -> int | None:
+        importance, confidence = answers[index].astype(np.float64)
+        rows = self._next_rows(index, importance, confidence)
+        self.batch.canvases[index].own.next_rows = rows
+        return None
+
+    def _next_rows(
+        self, index: int, importance: np.ndarray, confidence: np.ndarray
+    ) -> np.ndarray | None:
+        """The rows of a request's next pass, by the importance and the confidence of
+        its positions, float64 ``[canvas_length]``; None if no mask is left."""
         canvas = self.batch.canvases[index]
         spec, options = canvas.spec, D2CacheOptions.of(canvas.spec)
         start, shift, known = (
@@ -225,7 +265,6 @@ class RolloutPass(LayerPass):
         )
         if known.all():
             return None
-        importance, confidence = self.answers[index].astype(np.float64)
         chosen = start + self._masked_to_predict(
             index, known[start:], confidence[start:]
         )

@@ -9,7 +9,7 @@ from dllm_engine.cache_methods.dkv.method import DKVStep
 from dllm_engine.decoding.step_plan import StepPlan
 from dllm_engine.model_executor.canvas_store import Canvas
 from dllm_engine.model_executor.page_memory import PageMemory
-from dllm_engine.model_executor.passes.base import LayerPass
+from dllm_engine.model_executor.passes.base import LayerPass, Repeats
 from dllm_engine.model_executor.passes.paged import OverwritePass
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.transfer import on_device
@@ -22,9 +22,10 @@ class MaskedRowsPass(OverwritePass):
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         super().__init__(batch, pages)
-        self.follows = self.repeats = all(plan.own == DKVStep() for plan in batch.plans)
-        if not self.follows:
+        if any(plan.own != DKVStep() for plan in batch.plans):
+            self.repeats = Repeats.OTHER_WORK
             return
+        self.repeats = Repeats.AFTER_FOLLOW
         shift = int(batch.canvases[0].spec.layout.shifts_logits)
         masked = []
         for index, canvas in enumerate(batch.canvases):

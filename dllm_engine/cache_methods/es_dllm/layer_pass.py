@@ -9,7 +9,8 @@ layer) has changed since. Combined with Sparse-dLLM's eviction, a layer attends 
 copy of what it retained, and to the window.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -43,7 +44,13 @@ from dllm_engine.model_executor.batch_tables import (
 from dllm_engine.model_executor.canvas_store import SPARE, Canvas
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
-from dllm_engine.model_executor.passes.base import LayerPass, attend_split
+from dllm_engine.model_executor.passes.base import (
+    GraphParts,
+    LayerPass,
+    Repeats,
+    Results,
+    attend_split,
+)
 from dllm_engine.model_executor.step_batch import RowChoice, Rows, SplitRows, StepBatch
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, required
@@ -63,16 +70,38 @@ UNMASKED_BONUS = 3.0
 SMALLEST_NORM = 1e-6
 
 
+@dataclass(frozen=True)
+class Confidences:
+    """What a request's next step goes by, outside pages."""
+
+    last: torch.Tensor
+    """Probability of each canvas position's token when it was last predicted, float32
+    ``[canvas_length + 1]``; 0 before. The last is of no position: with shifted logits
+    the last row predicts none.
+    """
+
+
+@dataclass
+class LayersRun:
+    """Tensors of one run of the layers."""
+
+    row_slots: torch.Tensor
+    """``TokenTables.row_slots``"""
+    feature_slots: torch.Tensor | None
+    """``FeatureTables.row_slots``, if there are features."""
+    stage: SplitRows
+    """The rows that the layers compute at the moment."""
+    kept_rows: list[torch.Tensor] = field(default_factory=list)
+    """After each cut so far, the rows of the batch that went on."""
+    copied: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    """Per request that copies, the positions that each layer so far has copied from
+    outside the window."""
+
+
 class EarlySkipPass(LayerPass):
     """Writes the K/V of every row a layer computes to its position, attends to the
     canvas as kept, and drops rows.
     """
-
-    chooses = observes = True
-    row_slots: torch.Tensor
-    """``TokenTables.row_slots``, while the layers run."""
-    feature_slots: torch.Tensor
-    """``FeatureTables.row_slots``, likewise, if there are ``features``."""
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         options = ESDLLMOptions.of(batch.canvases[0].spec)
@@ -80,11 +109,9 @@ class EarlySkipPass(LayerPass):
         device, plans, sizes = batch.device, batch.plans, batch.sizes
         self.shift = int(batch.canvases[0].spec.layout.shifts_logits)
         for canvas in batch.canvases:
-            if canvas.cache_state is None:
-                # One more than there are positions: with shifted logits, the last row
-                # predicts none.
-                canvas.cache_state = torch.zeros(
-                    canvas.spec.layout.canvas_length + 1, device=device
+            if canvas.own is None:
+                canvas.own = Confidences(
+                    torch.zeros(canvas.spec.layout.canvas_length + 1, device=device)
                 )
 
         self.tables = TokenTables(batch, pages)
@@ -96,7 +123,6 @@ class EarlySkipPass(LayerPass):
             for i, step in enumerate(self.steps)
             if step.copying is RetainedCopy.WRITE
         }
-        self.retained: dict[int, list[torch.Tensor]] = {i: [] for i in self.copied}
         kinds = [PageKind.RETAINED if reads else PageKind.KV for reads in self.reading]
         self.attended = (
             TokenTables(batch, pages, kinds) if any(self.reading) else self.tables
@@ -133,14 +159,11 @@ class EarlySkipPass(LayerPass):
             ]
             self.cuts[layer] = RowChoice(whole, rows, kept, device)
             self.stages.append(SplitRows(self.cuts[layer].sizes, alone, device))
-        self.kept_rows: list[torch.Tensor] = []
-        """After each cut so far, the rows of the batch that went on."""
-        self.follows = any(self.skips)
-        if self.follows:
+        if any(self.skips):
             predicted = batch.host_positions + self.shift
             firsts = predicted[batch.bounds[:-1]]
             self.scores = [
-                c.cache_state[a : a + n]
+                c.own.last[a : a + n]
                 for c, a, n in zip(batch.canvases, firsts, sizes, strict=True)
             ]
             """Views of the confidences that requests keep, of the positions that their
@@ -148,9 +171,11 @@ class EarlySkipPass(LayerPass):
             """
             self.predicted, masked, filled = self._rows_that_skip(predicted)
             self._set_importance(masked, filled)
-        self.repeats = not self.copied and all(
-            self._repeats(i) for i in range(len(plans))
-        )
+        self.drops_rows = any(self.skips) and bool(self.cuts)
+        if not self.copied and all(self._repeats(i) for i in range(len(plans))):
+            self.repeats = (
+                Repeats.AFTER_FOLLOW if any(self.skips) else Repeats.SAME_WORK
+            )
         self.features: FeatureTables | None = None
         """What rows are remembered by, if that is no key or value."""
         if options.keeps_features and self.cuts:
@@ -260,14 +285,12 @@ class EarlySkipPass(LayerPass):
         masked = masked[self.predicted]
         self._set_importance(masked, self.masked & ~masked)
 
-    def graph_layout(self) -> Hashable | None:
+    def graph_parts(self) -> GraphParts | None:
         if self.copied:
             return None
         sizes = tuple((stage.num_paged_rows, *stage.sizes) for stage in self.stages)
-        return sizes, tuple(self.skips), tuple(self.reading)
-
-    def graph_inputs(self) -> list[torch.Tensor]:
-        own = [self.confidences, self.bonuses] if self.follows else []
+        layout = sizes, tuple(self.skips), tuple(self.reading)
+        own = [self.confidences, self.bonuses] if any(self.skips) else []
         parts: list[Any] = [
             self.tables,
             *self.stages,
@@ -277,27 +300,29 @@ class EarlySkipPass(LayerPass):
         if self.copy_tokens is not None:
             own.append(self.copy_tokens)
             parts.append(self.attended)
-        return own + [tensor for part in parts for tensor in part.graph_inputs()]
+        own += [tensor for part in parts for tensor in part.graph_inputs()]
+        return GraphParts(layout, own)
 
-    @property
-    def finished(self) -> tuple[torch.Tensor, Sequence[int]] | None:
-        return (self.results[0], self.stages[-1].sizes) if self.results else None
+    def finished(self, results: Results) -> tuple[torch.Tensor, Sequence[int]] | None:
+        return (results[0], self.stages[-1].sizes) if self.drops_rows else None
 
     def __call__(
         self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, Results]:
+        """The results are, where rows are dropped, ``finished`` and the rows that went
+        on after each cut; and the positions that each of ``copied`` has copied,
+        ``[num_layers, num_copied]``.
+        """
         indicator = self.options.indicator
-        self.stage, self.kept_rows = self.stages[0], []
-        self.row_slots = self.tables.row_slots()
-        if self.features is not None:
-            self.feature_slots = self.features.row_slots()
+        slots = None if self.features is None else self.features.row_slots()
+        run = LayersRun(self.tables.row_slots(), slots, self.stages[0])
         x, rows = hidden, torch.arange(hidden.shape[0], device=hidden.device)
         for index, layer in enumerate(layers):
             q, k, v = layer.qkv(layer.attn_norm(x), phases)
             cut = self.cuts.get(index)
             if cut is not None and indicator != "hidden_state":
                 remembered = {"query": q, "key": k, "value": v}[indicator]
-                kept = self._cut(index, cut, rows, remembered.flatten(1))
+                kept = self._cut(run, index, cut, rows, remembered.flatten(1))
                 x, rows, phases, q, k, v = (
                     x[kept],
                     rows[kept],
@@ -306,43 +331,41 @@ class EarlySkipPass(LayerPass):
                     k[kept],
                     v[kept],
                 )
-            attended = layer.o_proj(self._attend(index, rows, q, k, v))
+            attended = layer.o_proj(self._attend(run, index, rows, (q, k, v)))
             x += layer.mlp(layer.mlp_norm(x, attended))
             if cut is not None and indicator == "hidden_state":
-                kept = self._cut(index, cut, rows, x)
+                kept = self._cut(run, index, cut, rows, x)
                 x, rows, phases = x[kept], rows[kept], phases[kept]
-        del self.row_slots  # its memory, and that of the other, is for the next graph
-        if self.features is not None:
-            del self.feature_slots
-        if self.kept_rows:
+        results = [torch.stack(run.copied[i]) for i in self.copied]
+        if self.drops_rows:
             hidden[rows] = x
             finished = torch.zeros(
                 hidden.shape[0], dtype=torch.bool, device=hidden.device
             )
-            self.results = [finished.index_fill_(0, rows, True), *self.kept_rows]
-        return hidden
+            results = [finished.index_fill_(0, rows, True), *run.kept_rows, *results]
+        return hidden, results
 
     def _attend(
         self,
+        run: LayersRun,
         layer: int,
         rows: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        self.pages.write(k, v, self.row_slots[layer], rows)
+        q, k, v = qkv
+        self.pages.write(k, v, run.row_slots[layer], rows)
         if self.copy_tokens is not None:
             tokens = self.copy_tokens[rows]
             slots = self.attended.token_slots(
                 layer, self.tables.requests[rows], tokens.clamp(min=0)
             )
             self.pages.write(k, v, slots.masked_fill((tokens < 0)[:, None], -1))
-        self._copy_retained(layer, q)
+        self._copy_retained(run, layer, q)
         return attend_split(
-            layer, self.attended, q, k, v, self.stage, attend_fresh=False
+            layer, self.attended, q, k, v, run.stage, attend_fresh=False
         )
 
-    def _copy_retained(self, layer: int, q: torch.Tensor) -> None:
+    def _copy_retained(self, run: LayersRun, layer: int, q: torch.Tensor) -> None:
         """Sparse-dLLM's choice over the canvas as it is kept, for the requests whose
         step it is. Such a step skips no row, and the mean is over the queries of all
         that it computes."""
@@ -350,7 +373,7 @@ class EarlySkipPass(LayerPass):
         for i, (outside, window) in self.copied.items():
             slots = self.tables.token_slots(layer, torch.full_like(outside, i), outside)
             scores = mean_query_scores(
-                q[self.stage.rows(i)], pages.keys[page_places(slots, pages.keys)]
+                q[run.stage.rows(i)], pages.keys[page_places(slots, pages.keys)]
             )
             # Every rank scores with its own heads; all must retain the same tokens.
             # Only the order counts.
@@ -358,7 +381,7 @@ class EarlySkipPass(LayerPass):
             chosen = outside[
                 select_retained(scores, self.steps[i].num_copied, POOL_KERNEL_SIZE)
             ]
-            self.retained[i].append(chosen)
+            run.copied.setdefault(i, []).append(chosen)
             copied = torch.cat((chosen, window))
             requests = torch.full_like(copied, i)
             places = page_places(
@@ -371,7 +394,12 @@ class EarlySkipPass(LayerPass):
             pages.write(pages.keys[places], pages.values[places], slots)
 
     def _cut(
-        self, layer: int, cut: RowChoice, rows: torch.Tensor, fresh: torch.Tensor
+        self,
+        run: LayersRun,
+        layer: int,
+        cut: RowChoice,
+        rows: torch.Tensor,
+        fresh: torch.Tensor,
     ) -> Rows:
         """Remaining rows, as indices into the rows of the layer. ``fresh`` ``[rows of
         the layer, width]`` becomes their remembered values."""
@@ -379,22 +407,21 @@ class EarlySkipPass(LayerPass):
         if cut.groups:
             members = torch.cat([group_rows.flatten() for group_rows, _ in cut.groups])
             own = rows[members]
-            changes = self._changes(layer, own, fresh[members])
+            changes = self._changes(run, layer, own, fresh[members])
             kept = cut.rows(
                 torch.stack((changes, self.confidences[own], self.bonuses[own])),
                 self._most_important,
             )
-            self.kept_rows.append(rows[kept])
-            self.stage = self.stages[len(self.kept_rows)]
-        if self.features is not None:
-            places = page_places(
-                self.feature_slots[layer][rows[kept]], self.features.rows
-            )
+            run.kept_rows.append(rows[kept])
+            run.stage = self.stages[len(run.kept_rows)]
+        if self.features is not None and run.feature_slots is not None:
+            slots = run.feature_slots[layer][rows[kept]]
+            places = page_places(slots, self.features.rows)
             self.features.rows[places] = fresh[kept]
         return kept
 
     def _changes(
-        self, layer: int, rows: torch.Tensor, fresh: torch.Tensor
+        self, run: LayersRun, layer: int, rows: torch.Tensor, fresh: torch.Tensor
     ) -> torch.Tensor:
         """Difference of ``fresh`` from the remembered values of the rows, relative to
         their size; ``[rows]``.
@@ -402,13 +429,11 @@ class EarlySkipPass(LayerPass):
         indicator = self.options.indicator
         if self.options.alpha == 1:
             return fresh.new_zeros(fresh.shape[0], dtype=torch.float32)
-        if self.features is not None:
-            slots, pages = self.feature_slots[layer], self.features.rows
+        if self.features is not None and run.feature_slots is not None:
+            slots, pages = run.feature_slots[layer], self.features.rows
         else:
-            slots, pages = (
-                self.row_slots[layer],
-                self.pages.keys if indicator == "key" else self.pages.values,
-            )
+            slots = run.row_slots[layer]
+            pages = self.pages.keys if indicator == "key" else self.pages.values
         old = pages[page_places(slots[rows], pages)].flatten(1).float()
         sums = torch.stack(
             ((fresh.float() - old).abs().sum(dim=1), old.square().sum(dim=1))
@@ -450,9 +475,8 @@ class EarlySkipPass(LayerPass):
             # came too early, Dream does not.
             confidences = confidences.masked_fill(statistics.held_back, 0.0)
         written = required(statistics.written)
-        canvas.cache_state[positions] = torch.where(
-            written, confidences, canvas.cache_state[positions]
-        )
+        last: torch.Tensor = canvas.own.last
+        last[positions] = torch.where(written, confidences, last[positions])
 
     def rows_computed(self, index: int, num_rows: int) -> int:
         later = self.options.indicator == "hidden_state"
@@ -464,14 +488,13 @@ class EarlySkipPass(LayerPass):
         )
         return -(-total // self.num_layers)
 
-    def record(self, index: int) -> dict[str, Any]:
+    def record(self, index: int, results: Results) -> dict[str, Any]:
         entries: dict[str, Any] = {}
-        if index in self.retained:
-            entries["retained_positions"] = [
-                positions.tolist() for positions in self.retained[index]
-            ]
+        if index in self.copied:
+            copied = results[-len(self.copied) :][[*self.copied].index(index)]
+            entries["retained_positions"] = copied.tolist()
         if self.skips[index]:
-            kept_rows = zip(self.results[1:], self.stages[1:], strict=True)
+            kept_rows = zip(results[1:], self.stages[1:], strict=False)
             stage_rows = [rows[stage.rows(index)] for rows, stage in kept_rows]
             entries["selected_positions"] = [
                 sorted(self.batch.positions[rows].tolist()) for rows in stage_rows

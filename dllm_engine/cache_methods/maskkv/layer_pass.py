@@ -2,9 +2,11 @@
 and each KV head of each layer retains what its budget allows; from then on dLLM-Cache's
 schedule, on what is retained."""
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.distributed import (
     get_tensor_model_parallel_world_size,
@@ -12,8 +14,9 @@ from vllm.distributed import (
     tensor_model_parallel_all_gather,
 )
 
-from dllm_engine.cache_methods.adaptive_pass import AdaptivePass
+from dllm_engine.cache_methods.adaptive_pass import AdaptivePass, LayersRun
 from dllm_engine.cache_methods.maskkv.budgets import head_budgets, layer_budgets
+from dllm_engine.cache_methods.maskkv.head_tables import HeadTables
 from dllm_engine.cache_methods.maskkv.method import (
     MEASURED_IMPORTANCE,
     ImportanceName,
@@ -25,45 +28,66 @@ from dllm_engine.cache_methods.scorers import SCORERS, ScoredLayer
 from dllm_engine.kernels.attention import bidirectional_attention
 from dllm_engine.kernels.attention_scores import max_pooled
 from dllm_engine.kernels.paged_attention import attention_with_lse
-from dllm_engine.model_executor.batch_tables import HeadTables
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
-from dllm_engine.model_executor.passes.base import attend_alone, attend_split
+from dllm_engine.model_executor.passes.base import (
+    GraphParts,
+    Results,
+    attend_alone,
+    attend_split,
+)
 from dllm_engine.model_executor.step_batch import RowBounds, SplitRows, StepBatch
+
+
+@dataclass(frozen=True)
+class VotingRun(LayersRun):
+    """A run of the layers in which requests may vote."""
+
+    budgets: dict[int, list[int]]
+    """Prompt tokens per KV head that each layer retains of each request that votes."""
+    rank_tokens: torch.Tensor
+    """Prompt tokens that the heads of each rank retain of each request that votes, in
+    all layers so far; int64 ``[num_voting, num_ranks]``."""
 
 
 class MaskKVPass(AdaptivePass):
     """Votes and evicts in a request's first pass, then adapts as dLLM-Cache does."""
 
-    make_tables = HeadTables
     options: MaskKVOptions
     tables: HeadTables
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         super().__init__(batch, pages)
         self.voting = [i for i, plan in enumerate(batch.plans) if plan.forward == 0]
-        num_ranks = pages.geometry.total_kv_heads // pages.num_kv_heads
-        self.rank_tokens = torch.zeros(
-            len(self.voting), num_ranks, dtype=torch.int64, device=batch.device
-        )
-        """Prompt tokens that the heads of each rank retain of each of ``voting``, in
-        all layers.
-        """
         self.measuring = [
             i for i in self.voting if measures_layers(batch.canvases[i].spec)
         ]
 
-    def graph_layout(self) -> Hashable | None:
-        return (
-            None if self.tables.prompts else super().graph_layout()
-        )  # what a prompt retains belongs to its request
+    def _tables(self, batch: StepBatch, pages: PageMemory) -> HeadTables:
+        return HeadTables(batch, pages)
 
-    def __call__(
-        self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases
-    ) -> torch.Tensor:
-        layers = list(layers)
-        self.budgets = self._layer_budgets(layers, hidden, phases)
-        return super().__call__(layers, hidden, phases)
+    def graph_parts(self) -> GraphParts | None:
+        # What a prompt retains belongs to its request.
+        return None if self.tables.prompts else super().graph_parts()
+
+    def _begin(
+        self,
+        layers: Sequence[DecoderLayer],
+        hidden: torch.Tensor,
+        phases: RotaryPhases,
+    ) -> LayersRun:
+        run = super()._begin(layers, hidden, phases)
+        if not self.voting:
+            return run
+        budgets = self._layer_budgets(layers, hidden, phases)
+        num_ranks = self.pages.geometry.total_kv_heads // self.pages.num_kv_heads
+        shape = len(self.voting), num_ranks
+        rank_tokens = torch.zeros(shape, dtype=torch.int64, device=hidden.device)
+        return VotingRun(**vars(run), budgets=budgets, rank_tokens=rank_tokens)
+
+    def _results(self, run: LayersRun) -> list[torch.Tensor]:
+        votes = [run.rank_tokens] if isinstance(run, VotingRun) else []
+        return votes + super()._results(run)
 
     def _layer_budgets(
         self, layers: Sequence[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases
@@ -106,10 +130,12 @@ class MaskKVPass(AdaptivePass):
             index in self.measuring
         )
 
-    def asked(self) -> list[torch.Tensor]:
-        return [self.rank_tokens.amax(dim=1)] if self.voting else []
+    def asked(self, results: Results) -> list[torch.Tensor]:
+        return [results[0].amax(dim=1)] if self.voting else []
 
-    def kv_slots(self, index: int) -> int | None:
+    def settle(
+        self, index: int, results: Results, answers: Sequence[np.ndarray]
+    ) -> int | None:
         if index not in self.voting:
             return None
         response = (
@@ -117,13 +143,13 @@ class MaskKVPass(AdaptivePass):
             * self.num_layers
             * self.pages.num_kv_heads
         )
-        return int(self.answers[0][self.voting.index(index)]) + response
+        return int(answers[0][self.voting.index(index)]) + response
 
-    def record(self, index: int) -> dict[str, Any]:
-        entries = super().record(index)
+    def record(self, index: int, results: Results) -> dict[str, Any]:
+        entries = super().record(index, results[1:] if self.voting else results)
         if index in self.voting:
             numbers = torch.stack(
-                [layer.T for layer in self.batch.canvases[index].cache_state.numbers],
+                [layer.T for layer in self.batch.canvases[index].own.numbers],
                 dim=1,
             )
             retained = self._of_all_heads((numbers >= 0).float()).transpose(0, 1)
@@ -147,6 +173,7 @@ class MaskKVPass(AdaptivePass):
 
     def _attend(
         self,
+        run: LayersRun,
         layer: int,
         computed: SplitRows,
         rows: torch.Tensor | None,
@@ -157,28 +184,31 @@ class MaskKVPass(AdaptivePass):
         """
         n, (q, k, v) = computed.num_paged_rows, qkv
         if n == q.shape[0]:
-            return super()._attend(layer, computed, rows, qkv)
+            return super()._attend(run, layer, computed, rows, qkv)
         own, lse = (q[n:], k[n:], v[n:]), None
         if SCORERS[self.options.scorer].needs_lse:
             out, lse = attention_with_lse(*own, computed.alone.bounds)
         else:
             out = attend_alone(*own, computed.alone)
+        assert isinstance(run, VotingRun)
         for index in self.voting:
             first, stop = computed.bounds[index : index + 2]
             self._vote(
+                run,
                 layer,
                 index,
                 q[first:stop],
                 k[first:stop],
                 None if lse is None else lse[first - n : stop - n],
             )
-        self.pages.write(k, v, self.row_slots[layer], rows)
+        self.pages.write(k, v, run.row_slots[layer], rows)
         return attend_split(
             layer, self.tables, q, k, v, computed, attend_fresh=False, alone=out
         )
 
     def _vote(
         self,
+        run: VotingRun,
         layer: int,
         index: int,
         q: torch.Tensor,
@@ -199,7 +229,7 @@ class MaskKVPass(AdaptivePass):
                 all_scores.shape[:1], spec.layout.prompt_length, device=q.device
             )
         else:
-            budget = self.budgets[index][layer]
+            budget = run.budgets[index][layer]
             all_kept = head_budgets(
                 options.head_budget, all_scores, budget, base_share=options.alpha
             )
@@ -214,9 +244,8 @@ class MaskKVPass(AdaptivePass):
         within = tokens < kept[:, None]
         chosen = torch.zeros_like(within).scatter_(1, ranking, within)
         self.tables.retain(layer, index, chosen, kept)
-        self.rank_tokens[self.voting.index(index)] += all_kept.view(-1, heads).sum(
-            dim=1
-        )
+        rank_tokens = all_kept.view(-1, heads).sum(dim=1)
+        run.rank_tokens[self.voting.index(index)] += rank_tokens
 
 
 _ROWS_AT_ONCE = 1024

@@ -2,8 +2,10 @@
 find important.
 """
 
-from collections.abc import Hashable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,16 +13,31 @@ from vllm.distributed import tensor_model_parallel_all_reduce
 
 from dllm_engine.cache_methods.scorers import SCORERS, ScoredLayer
 from dllm_engine.cache_methods.sparse.method import SparseOptions
-from dllm_engine.decoding.step_plan import Retention
+from dllm_engine.decoding.step_plan import RefreshState, Retention
 from dllm_engine.kernels.attention_scores import mean_query_scores, select_retained
 from dllm_engine.kernels.paged_attention import attention_with_lse
+from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
-from dllm_engine.model_executor.passes.paged import RetentionPass
+from dllm_engine.model_executor.passes.base import (
+    GraphParts,
+    LayerPass,
+    Results,
+    run_layers,
+)
+from dllm_engine.model_executor.passes.paged import AddingPass, RetentionPass
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.transfer import on_device
 
 
-class SparsePass(RetentionPass):
+@dataclass(frozen=True)
+class RetainedPositions:
+    """What pages hold of a request that is refreshed in parts."""
+
+    positions: torch.Tensor
+    """Canvas positions in the order of the pages, ``[num_layers, num_retained]``."""
+
+
+class SparsePass(AddingPass):
     """Bidirectional sparse caching; each layer retains its own set, shared by its
     heads.
 
@@ -29,13 +46,18 @@ class SparsePass(RetentionPass):
     candidates laid end to end, top-k.
     """
 
+    @classmethod
+    def of(cls, batch: StepBatch, pages: PageMemory) -> LayerPass:
+        """Where every position is retained, there is nothing to choose."""
+        chooses = any(
+            plan.state is RefreshState.UPDATE
+            and (canvas.own is not None or any(map(_is_chosen_from, plan.adds)))
+            for plan, canvas in zip(batch.plans, batch.canvases, strict=True)
+        )
+        return (cls if chooses else RetentionPass)(batch, pages)
+
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         self.options, self.pages = SparseOptions.of(batch.canvases[0].spec), pages
-        self.chooses = any(
-            _is_chosen_from(retention)
-            for plan in batch.plans
-            for retention in plan.adds
-        )
         super().__init__(batch, pages)
         self.candidates: list[torch.Tensor] = []
         """Scored rows of each request of ``updating``: the first of
@@ -63,50 +85,82 @@ class SparsePass(RetentionPass):
                 on_device(np.arange(*plan.window) - plan.span.start, batch.device)
             ] * len(members)
 
-    def graph_layout(self) -> Hashable | None:
+    def graph_parts(self) -> GraphParts | None:
         batch = self.batch
-        if (
-            not self.chooses
-            or batch.limits is not None
-            or self.options.scorer != "mean_query"
-        ):
+        if batch.limits is not None or self.options.scorer != "mean_query":
             return None
         adds = [batch.plans[members[0]].adds for members in self.groups]
         sizes = tuple(
             tuple((r.num_positions, r.count) for r in group_adds) for group_adds in adds
         )
-        return (
+        layout = (
             tuple(batch.sizes),
             self.rows.num_paged_rows,
             tuple(map(tuple, self.groups)),
             sizes,
         )
-
-    def graph_inputs(self) -> list[torch.Tensor]:
         own = self.named_rows, self.slots, *self.candidates, *self.windows
-        return [
+        inputs = [
             self.tokens.tables,
             self.tokens.head_len,
             self.tokens.token_lens,
             *self.rows.graph_inputs(),
             *own,
         ]
+        return GraphParts(layout, inputs)
 
-    def retain(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> None:
-        rows = self._retained_rows(layer, q, k, v)
-        self.tokens.pages.write(k[rows], v[rows], self.slots[layer])
-        self.results[0][layer] = rows
+    def __call__(
+        self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases
+    ) -> tuple[torch.Tensor, Results]:
+        """The results are the rows that each layer retains, ``[num_layers, n]``, in the
+        order of ``updating``.
+        """
+        retained = self.named_rows.new_empty(self.slots.shape[:2])
+
+        def attend_and_retain(
+            layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        ) -> torch.Tensor:
+            out = self.attend(layer, q, k, v)
+            rows = self._retained_rows(layer, q, k, v)
+            self.tokens.pages.write(k[rows], v[rows], self.slots[layer])
+            retained[layer] = rows
+            return out
+
+        return run_layers(layers, hidden, phases, attend_and_retain), [retained]
+
+    def settle(
+        self, index: int, results: Results, answers: Sequence[np.ndarray]
+    ) -> int | None:
+        """Remember what is retained where a later refresh renews a part of it."""
+        added = self.added(index)
+        if added is not None and self.options.refresh != "all":
+            positions = self.batch.positions[results[0][:, added]]
+            canvas, read = self.batch.canvases[index], self.batch.plans[index].read
+            if read:
+                positions = torch.cat((canvas.own.positions[:, :read], positions), 1)
+            canvas.own = RetainedPositions(positions)
+        return None
+
+    def record(self, index: int, results: Results) -> dict[str, Any]:
+        added = self.added(index)
+        if added is None:
+            return {}
+        own = self.batch.canvases[index].own
+        positions = (
+            self.batch.positions[results[0][:, added]] if own is None else own.positions
+        )
+        return {"retained_positions": [sorted(layer) for layer in positions.tolist()]}
 
     def _retained_rows(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         """Batch rows that a layer adds to pages: of each request of ``updating``, as
         many as ``plan.adds`` says, in its order. The same on every rank."""
-        # Every rank scores with its own heads; all must retain the same tokens. Only
-        # the order counts, not the scale.
-        scores = tensor_model_parallel_all_reduce(self._scores(layer, q, k, v))
+        scores = self._scores(layer, q, k, v)
+        if scores.numel():
+            # Every rank scores with its own heads; all must retain the same tokens.
+            # Only the order counts, not the scale.
+            scores = tensor_model_parallel_all_reduce(scores)
         retained, first, first_row = [], 0, 0
         for members, named in zip(self.groups, self.named, strict=True):
             stop, stop_row = first + len(members), first_row + len(members) * len(named)

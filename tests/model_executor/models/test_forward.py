@@ -39,7 +39,7 @@ def dense_logits(
         else (positions // block_length + 1).int() * block_length
     )
     shard = model.compute_logits(
-        model(ids, positions, DensePass(RowBounds(sizes, ids.device, limits)))
+        model(ids, positions, DensePass(RowBounds(sizes, ids.device, limits)))[0]
     )
     assert shard.first_token == 0
     return list(shard.logits.cpu().split(sizes))

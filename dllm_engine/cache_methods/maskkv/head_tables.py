@@ -1,0 +1,159 @@
+"""Page tables of a model whose heads retain different tokens."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from dllm_engine.decoding.page_layout import PageKind
+from dllm_engine.decoding.step_plan import Scope
+from dllm_engine.kernels.paged_attention import PagedTokens
+from dllm_engine.model_executor.batch_tables import ALL_LAYERS, BatchTables
+from dllm_engine.model_executor.page_memory import PageMemory
+from dllm_engine.model_executor.step_batch import StepBatch
+from dllm_engine.model_executor.transfer import on_device
+
+
+@dataclass
+class RetainedPrompt:
+    """Prompt tokens that each layer of a request retained, on this rank."""
+
+    kept: torch.Tensor
+    """Tokens per KV head, int64 ``[num_layers, num_kv_heads]``."""
+    numbers: list[torch.Tensor] = field(default_factory=list)
+    """Per layer, the number of each token among those that a head retained, −1 where it
+    did not; int32 ``[prompt_length, num_kv_heads]``."""
+
+
+class HeadTables(BatchTables):
+    """Keys and values in packed ranges of one table that all layers share: layer by
+    layer and head by head, the head's retained prompt tokens, then the response. A
+    layer's ranges begin where those before it end, so layers vote in order."""
+
+    def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
+        super().__init__(batch, PageKind.KV)
+        self.batch, self.pages = batch, pages
+        device = batch.device
+        num_layers, heads = pages.geometry.num_layers, pages.num_kv_heads
+        for canvas in batch.canvases:
+            if canvas.own is None:
+                canvas.own = RetainedPrompt(
+                    torch.zeros(num_layers, heads, dtype=torch.int64, device=device)
+                )
+        self.kept = torch.stack([canvas.own.kept for canvas in batch.canvases], dim=1)
+        """``[num_layers, num_requests, num_kv_heads]``"""
+        gen_lengths = on_device(
+            [canvas.spec.layout.gen_length for canvas in batch.canvases], device
+        )
+        lengths = (self.kept + gen_lengths[:, None]).int()
+        in_order = lengths.transpose(0, 1)
+        ends = in_order.flatten(1).cumsum(dim=1, dtype=torch.int32).view_as(in_order)
+        self.starts = (ends - in_order).transpose(0, 1).contiguous()
+        """First slot of each head's range. In a first pass, of the layers that have
+        voted.
+        """
+        self.requests = batch.requests
+        starts = np.repeat(
+            [canvas.spec.layout.prompt_length for canvas in batch.canvases], batch.sizes
+        )
+        self.response_index = on_device(batch.host_positions - starts, device)
+        """Position of each row in its response; negative in the prompt."""
+        unread = [
+            c.spec.layout.canvas_length - plan.read
+            for c, plan in zip(batch.canvases, batch.plans, strict=True)
+        ]
+        self.head_len = lengths - on_device(unread, device, torch.int32)[:, None]
+        """Tokens of each head that rows attend to, like ``kept``: none at the end of a
+        response that no row reads.
+        """
+        self.token_stride = torch.ones(
+            len(batch.plans), dtype=torch.int32, device=device
+        )
+        self.max_head_len = max(
+            canvas.spec.layout.canvas_length for canvas in batch.canvases
+        )
+        self.prompts = [
+            i
+            for i, plan in enumerate(batch.plans)
+            if plan.scope in (Scope.ALL, Scope.PROMPT)
+        ]
+        """Requests whose prompt is recomputed."""
+
+    def retain(
+        self, layer: int, index: int, chosen: torch.Tensor, kept: torch.Tensor
+    ) -> None:
+        """Set what a layer of a request retains: ``chosen`` ``[num_kv_heads,
+        prompt_length]`` bool, ``kept`` its row sums."""
+        numbers = (chosen.cumsum(dim=1) - 1).masked_fill(~chosen, -1)
+        state: RetainedPrompt = self.batch.canvases[index].own
+        state.kept[layer] = kept
+        state.numbers.append(numbers.T.int())
+        spec = self.batch.canvases[index].spec
+        self.kept[layer, index], lengths = kept, kept + spec.layout.gen_length
+        self.head_len[layer, index] = kept + (
+            self.batch.plans[index].read - spec.layout.prompt_length
+        )
+        first = (
+            self.starts[layer - 1, index, -1]
+            + self.kept[layer - 1, index, -1]
+            + spec.layout.gen_length
+            if layer
+            else 0
+        )
+        self.starts[layer, index] = first + lengths.cumsum(dim=0) - lengths
+
+    def graph_inputs(self) -> list[torch.Tensor]:
+        return [
+            self.tables,
+            self.kept,
+            self.head_len,
+            self.starts,
+            self.requests,
+            self.response_index,
+        ]
+
+    def row_slots(self) -> "torch.Tensor | HeadTables":
+        """The slots of all rows by layer, −1 where nothing is kept of a row."""
+        # While a request votes, where a layer's ranges begin follows from the votes of
+        # the layers before it.
+        return self if self.prompts else self[ALL_LAYERS]
+
+    def __getitem__(self, layer: int | slice) -> torch.Tensor:
+        """The slots of rows in a layer, ``[num_rows, num_kv_heads]``; for a slice of
+        the layers, with a dimension of them in front. A slice needs that no prompt is
+        recomputed."""
+        start = self.starts[layer]
+        slots = (start + self.kept[layer])[..., self.requests, :] + self.response_index[
+            :, None
+        ]
+        slots.masked_fill_((self.response_index < 0)[:, None], -1)
+        for i in self.prompts:
+            first_row, layer_numbers = (
+                self.batch.bounds[i],
+                self.batch.canvases[i].own.numbers,
+            )
+            # A request that votes in this pass has not yet, where other requests' rows
+            # are verified.
+            if isinstance(layer, int) and layer < len(layer_numbers):
+                numbers = layer_numbers[layer]
+                slots[first_row : first_row + len(numbers)] = torch.where(
+                    numbers >= 0, start[i] + numbers, -1
+                )
+        per_page = self.pages.keys.shape[1]
+        physical = (
+            self.tables[0][
+                self.requests[:, None], slots.clamp(min=0) // per_page
+            ].long()
+            * per_page
+        )
+        return torch.where(slots >= 0, physical + slots % per_page, -1)
+
+    def paged_tokens(self, layer: int) -> PagedTokens:
+        places = self.starts[layer], self.token_stride, self.head_len[layer]
+        return PagedTokens(
+            self.pages.keys,
+            self.pages.values,
+            self.tables[0],
+            *places,
+            self.max_head_len,
+        )
