@@ -12,7 +12,6 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from dllm_engine.constraints.constraint import constraint_of
 from dllm_engine.constraints.decision import unpacked_decision
 from dllm_engine.decoding.spec import DecodingSpec
-from dllm_engine.decoding.unmasking_policies import MOST_TOKENS
 from dllm_engine.options import EngineOptions, shortened
 from dllm_engine.params import check_place
 from dllm_engine.request_options.fields import RequestOptions
@@ -335,9 +334,8 @@ def settled_params(
     tokenizer: Any,
     vllm_config: Any,
 ) -> SamplingParams:
-    """The parameters with a length (a template's, the model's or what fits), an
-    automaton for what the text must match, and the filters of a greedy request where
-    vLLM does not reset them on the way to the engine."""
+    """The parameters with a length (a template's, the model's or what fits), and an
+    automaton for what the text must match."""
     model_config = vllm_config.model_config
     # At least 1, so that the check of the request explains.
     room = max(model_config.max_model_len - len(prompt_token_ids), 1)
@@ -347,10 +345,6 @@ def settled_params(
     params = constrained(
         params, prompt_token_ids, length or room, tokenizer, vllm_config
     )
-    if params.temperature == 0 and (params.top_p != 1.0 or params.top_k > 0):
-        filters = {"top_p": params.top_p, "top_k": min(params.top_k, MOST_TOKENS)}
-        params = params.clone()
-        params.extra_args = filters | (params.extra_args or {})
     if length is None:
         length = min(_default_length(params, model_config), room)
     if params.max_tokens is not length:

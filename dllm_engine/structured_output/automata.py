@@ -191,8 +191,10 @@ def _run_apart(cache: _Cache, build: _Build) -> subprocess.CompletedProcess[byte
     }
     env = {**os.environ, "PYTHONPATH": paths, **one_core}
     sent, pipe = pickle.dumps(build.wanted), subprocess.PIPE
+    # In a session of its own, so that a server that is stopped by a signal to all
+    # processes of its group can still finish requests.
     with subprocess.Popen(
-        command, stdin=pipe, stdout=pipe, stderr=pipe, env=env
+        command, stdin=pipe, stdout=pipe, stderr=pipe, env=env, start_new_session=True
     ) as process:
         with cache.lock:
             build.process = process

@@ -5,7 +5,6 @@ which every front end calls.
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from contextvars import ContextVar
 from typing import Any
 
 from vllm.sampling_params import SamplingParams
@@ -13,6 +12,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from dllm_engine.admission import check_request, check_types, settled_params
+from dllm_engine.decoding.unmasking_policies import MOST_TOKENS
 from dllm_engine.infill.template import check_length
 from dllm_engine.params import DiffusionParams
 from dllm_engine.request_options.sampling_params import (
@@ -31,12 +31,8 @@ from dllm_engine.structured_output.requests import (
     with_arguments,
 )
 from dllm_engine.vllm_hooks.patch import Original, is_ours
+from dllm_engine.vllm_hooks.server.open_requests import open_request
 
-http_request: ContextVar[bytes | None] = ContextVar("http_request", default=None)
-"""Name of the HTTP request that is answered; its prompts and its ``n`` responses take
-turns with other requests.
-"""
-_FILTERS = "dllm_engine_filters"
 _CHECKED = "dllm_engine_request"
 """Key of a rendered prompt that is already checked, for the request that
 ``process_inputs`` made of it.
@@ -81,9 +77,9 @@ def process_checked_inputs(
     check_request(params, prompt_token_ids, self.vllm_config)
     # vLLM refuses budgets of reasoning that it cannot bound itself.
     budget, params.thinking_token_budget = params.thinking_token_budget, None
-    if (source := http_request.get()) is not None:
+    if (asked := open_request.get()) is not None:
         params = params.clone()
-        params.extra_args = {**(params.extra_args or {}), SOURCE: source}
+        params.extra_args = {**(params.extra_args or {}), SOURCE: asked.name}
     request = process_inputs(self, request_id, prompt, params, *args, **kwargs)
     request.sampling_params.thinking_token_budget = budget
     _check_can_be_sent(request)
@@ -134,13 +130,16 @@ def generate_if_valid(
 ) -> AsyncGenerator[Any, None]:
     """Check a request when ``AsyncLLM.generate`` is called. vLLM checks it when the
     first result is asked for; by then a streamed response already has the status 200.
+    And vLLM has no form for a request's own error in some routes.
     """
 
     def checked() -> AsyncGenerator[Any, None]:
         checked_prompt = _checked_prompt(
             self, prompt, sampling_params, request_id, kwargs
         )
-        return generate(self, checked_prompt, sampling_params, request_id, **kwargs)
+        outputs = generate(self, checked_prompt, sampling_params, request_id, **kwargs)
+        asked = open_request.get()
+        return outputs if asked is None or not is_ours(self) else asked.outputs(outputs)
 
     async def checked_when_built() -> AsyncGenerator[Any, None]:
         await prepare(structured, [prompt], arguments, tokenizer, self.vllm_config)
@@ -150,6 +149,10 @@ def generate_if_valid(
 
     if not is_ours(self) or not has_grammar(sampling_params):
         return checked()
+    if open_request.get() is not None:
+        # vLLM says that reasoning has ended where it is not to be included. Its parser
+        # then takes all of the response for reasoning, and nothing is left to include.
+        kwargs = {**kwargs, "reasoning_ended": None}
     tokenizer = self.input_processor.tokenizer
     sampling_params = with_arguments(sampling_params, kwargs)
     structured, arguments = (
@@ -191,17 +194,6 @@ async def render_and_build(
                 vllm_config,
             )
     return rendered
-
-
-def resolve_by_prompt(
-    resolve: Original, self: Any, parser: Any, prompt_token_ids: list[int]
-) -> bool | None:
-    """vLLM constrains a response from its first token where its reasoning is not to be
-    included. Its parser then takes all of it for reasoning, and nothing is left to
-    include."""
-    if parser is None or parser.reasoning_parser is None:
-        return resolve(self, parser, prompt_token_ids)
-    return bool(parser.is_reasoning_end(prompt_token_ids))
 
 
 async def let_others_run(trace_headers: Original, self: Any, headers: Any) -> Any:
@@ -267,24 +259,22 @@ def _checked_prompt(
     return {**prompt, _CHECKED: request}
 
 
-def remember_filters(verify: Original, self: SamplingParams) -> None:
-    """vLLM calls this when parameters are made, then resets ``top_p`` and ``top_k`` of
-    greedy ones, then calls ``_verify_greedy_sampling``."""
+def keep_filters(verify: Original, self: SamplingParams) -> None:
+    """A greedy request of a diffusion model keeps ``top_p`` and ``top_k``, beside
+    vLLM's own fields: vLLM calls this when parameters are made, and then resets these
+    for every model. And it refuses several responses to such a request without saying
+    what to do about it."""
     verify(self)
-    if self.temperature == 0:
-        vars(self)[_FILTERS] = self.top_p, max(self.top_k, 0)
-
-
-def settle_greedy(verify: Original, self: SamplingParams) -> None:
-    """A greedy request keeps ``top_p`` and ``top_k`` as they were given. And vLLM
-    refuses several responses to it without saying what to do about it."""
-    self.top_p, self.top_k = vars(self).pop(_FILTERS, (self.top_p, self.top_k))
+    if self.temperature != 0:
+        return
     if self.n > 1:
         raise InvalidRequestError(
             f"n={self.n} needs a temperature above 0, as greedy decoding gives equal "
             f"responses; set temperature or leave n at 1"
         )
-    verify(self)
+    if self.top_p != 1.0 or self.top_k > 0:
+        filters = {"top_p": self.top_p, "top_k": min(max(self.top_k, 0), MOST_TOKENS)}
+        self.extra_args = filters | (self.extra_args or {})
 
 
 def refuse_beam_search(

@@ -9,6 +9,8 @@ refuse, and are taken out again here.
 from dataclasses import fields
 from typing import Any
 
+from vllm.v1.metrics.loggers import AggregateStatLoggerBase, PrometheusStatLogger
+
 from dllm_engine.scheduler.engine_stats import EngineStats, MetricSpec, take_stats
 from dllm_engine.structured_output.automata import take_counts
 from dllm_engine.vllm_hooks.patch import Original, is_ours
@@ -89,28 +91,36 @@ class DiffusionMetrics:
                     metric.labels(*labels).observe(observation)
 
 
+class DiffusionStatLogger(AggregateStatLoggerBase):
+    """Records the metrics, in the place where vLLM's own loggers are."""
+
+    def __init__(self, metrics: DiffusionMetrics) -> None:
+        self._metrics = metrics
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        message = take_stats(scheduler_stats)
+        if message is not None:
+            self._metrics.record(message | take_counts(), engine_idx)
+
+    def log_engine_initialized(self) -> None:
+        """vLLM's own loggers describe the engine."""
+
+
 def init_with_metrics(
     init: Original, self: Any, vllm_config: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Register the metrics of diffusion engines."""
+    """Add the metrics of diffusion engines. vLLM loads ``vllm.stat_logger_plugins`` in
+    servers only, and knows the classes of metrics (Ray's, or Prometheus') itself."""
     init(self, vllm_config, *args, **kwargs)
     if is_ours(vllm_config):
-        self.diffusion = DiffusionMetrics(self)
-
-
-def record_with_metrics(
-    record: Original,
-    self: Any,
-    scheduler_stats: Any,
-    iteration_stats: Any,
-    mm_cache_stats: Any = None,
-    engine_idx: int | None = None,
-) -> None:
-    """Record the metrics of diffusion engines."""
-    message = take_stats(scheduler_stats)
-    record(self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
-    if message is not None:
-        counts = take_counts()
-        for logger in self.stat_loggers:
-            if hasattr(logger, "diffusion"):
-                logger.diffusion.record(message | counts, engine_idx or 0)
+        (logger,) = (
+            each for each in self.stat_loggers if isinstance(each, PrometheusStatLogger)
+        )
+        # The first takes our counts out of what the others read.
+        self.stat_loggers.insert(0, DiffusionStatLogger(DiffusionMetrics(logger)))

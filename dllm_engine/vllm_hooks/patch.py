@@ -35,7 +35,7 @@ def apply(replacements: Mapping[str, str]) -> None:
     new = []
     for target, path in replacements.items():
         owner, name, original = _original(target)
-        if not hasattr(original, _MARK):
+        if not hasattr(_function(original), _MARK):
             new.append((owner, name, original, _replacement(target, path, original)))
     for owner, name, original, replacement in new:
         setattr(owner, name, replacement)
@@ -60,10 +60,13 @@ def _original(target: str) -> tuple[Any, str, Any]:
         raise unfit(f"It replaces {target}, which is not there: {error}") from error
 
 
-def _replacement(target: str, path: str, original: Any) -> Any:
-    """Our function for an original; raises where the original
-    takes other parameters.
-    """
+def _function(original: Any) -> Any:
+    return original.__func__ if isinstance(original, classmethod) else original
+
+
+def _replacement(target: str, path: str, replaced: Any) -> Any:
+    """Our function for one of vLLM's; raises where that takes other parameters."""
+    original = _function(replaced)
     ours: Callable[..., Any] = resolve_name(f"{__package__}.{path}")
     named = list(inspect.signature(ours).parameters.values())[1:]
     expected = [
@@ -83,4 +86,4 @@ def _replacement(target: str, path: str, original: Any) -> Any:
         return ours(original, *args, **kwargs)
 
     setattr(replacement, _MARK, target)
-    return replacement
+    return classmethod(replacement) if original is not replaced else replacement

@@ -8,47 +8,54 @@ reasoning.
 from collections.abc import Sequence
 from typing import Any
 
+from vllm.parser.abstract_parser import Parser
+
 from dllm_engine.structured_output.prompt_reasoning import ends_reasoning
 from dllm_engine.vllm_hooks.patch import Original
 
-_ENDED = "dllm_engine_reasoning_ended"
+
+class ReadsPrompt(Parser):
+    """To be mixed into the parser that a server has for its answers."""
+
+    _prompt_ends_reasoning = False
+
+    def is_reasoning_end(self, input_ids: list[int]) -> bool:
+        """``input_ids`` are the prompt: every route asks about it before it parses the
+        answer.
+        """
+        assert self.reasoning_parser is not None
+        self._prompt_ends_reasoning = ends_reasoning(
+            input_ids, self.reasoning_parser, self.model_tokenizer
+        )
+        return self._prompt_ends_reasoning or super().is_reasoning_end(input_ids)  # type: ignore[safe-super]
+
+    def set_prompt_token_ids(self, prompt_token_ids: Sequence[int]) -> None:
+        """vLLM gives a parser the prompt of an answer that is not streamed, and asks
+        nothing about it.
+        """
+        super().set_prompt_token_ids(prompt_token_ids)
+        self.is_reasoning_end(list(prompt_token_ids))
+
+    def extract_reasoning(
+        self, model_output: str, request: Any
+    ) -> tuple[str | None, str | None]:
+        """All of an answer is content where the prompt has ended the reasoning."""
+        if self._prompt_ends_reasoning:
+            return None, model_output
+        return super().extract_reasoning(model_output, request)  # type: ignore[misc]
+
+    def count_reasoning_tokens(self, token_ids: Sequence[int]) -> int:
+        """No token of an answer is reasoning where the prompt has ended it."""
+        if self._prompt_ends_reasoning:
+            return 0
+        return super().count_reasoning_tokens(token_ids)
 
 
-def is_ended_by_prompt(
-    is_reasoning_end: Original, self: Any, input_ids: list[int]
-) -> bool:
-    """``input_ids`` are the prompt: every route asks about it before it parses the
-    answer.
-    """
-    parser = self.reasoning_parser
-    ended = parser is not None and ends_reasoning(
-        input_ids, parser, self.model_tokenizer
-    )
-    vars(self)[_ENDED] = ended
-    return ended or is_reasoning_end(self, input_ids)
-
-
-def read_prompt(
-    set_prompt_token_ids: Original, self: Any, prompt_token_ids: Sequence[int]
-) -> None:
-    """vLLM gives a parser the prompt of an answer that is not streamed, and asks
-    nothing about it.
-    """
-    set_prompt_token_ids(self, prompt_token_ids)
-    self.is_reasoning_end(list(prompt_token_ids))
-
-
-def extract_after_prompt(
-    extract_reasoning: Original, self: Any, model_output: str, request: Any
-) -> tuple[str | None, str | None]:
-    """All of an answer is content where the prompt has ended the reasoning."""
-    if vars(self).get(_ENDED):
-        return None, model_output
-    return extract_reasoning(self, model_output, request)
-
-
-def count_after_prompt(
-    count_reasoning_tokens: Original, self: Any, token_ids: Sequence[int]
-) -> int:
-    """No token of an answer is reasoning where the prompt has ended it."""
-    return 0 if vars(self).get(_ENDED) else count_reasoning_tokens(self, token_ids)
+def parser_that_reads_prompts(
+    get_parser: Original, cls: Any, *args: Any, **kwargs: Any
+) -> type[Parser] | None:
+    """vLLM's class of parsers for a server, which reads the prompt as well."""
+    parser = get_parser(cls, *args, **kwargs)
+    if parser is None or parser.reasoning_parser_cls is None:
+        return parser
+    return type(parser.__name__, (ReadsPrompt, parser), {})

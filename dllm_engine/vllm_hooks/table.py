@@ -7,18 +7,12 @@ functions: the default of ``max_tokens`` in ``CompletionRequest``
 (``engine_config.py``), and the routes that ask for the API key (``server/app.py``).
 """
 
-from dllm_engine.vllm_hooks.release import is_installed
-
 _BEAM_SEARCH = "vllm.entrypoints.generate.beam_search"
 _CHAT = "vllm.entrypoints.openai.chat_completion"
 _COMPLETION = "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion"
 _RENDERER = "vllm.renderers.online_renderer:OnlineRenderer"
 _RESPONSES = "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses"
-_ERRORS = "vllm.entrypoints.serve.exception_handling.register"
 _PROCESSOR = "vllm.v1.engine.output_processor"
-_PARSER = "vllm.parser.abstract_parser"
-_PROMPT_OF_PARSER = f"{_PARSER}:{'Parser' if is_installed('0.32') else 'DelegatingParser'}.set_prompt_token_ids"
-"""Since vLLM 0.33 parsers that delegate have their own."""
 
 STARTING = {
     "vllm.entrypoints.launchers.launcher:setup_server": "server.start:keep_handlers",
@@ -33,8 +27,7 @@ EVERY_PROCESS = {
     f"{_PROCESSOR}:OutputProcessor.process_outputs": "output_processor:process_messages",
     "vllm.outputs:RequestOutput.add": "output_processor:merge_with_figures",
     "vllm.v1.engine.detokenizer:BaseIncrementalDetokenizer.update": "output_processor:detokenize_all",
-    "vllm.v1.metrics.loggers:PrometheusStatLogger.__init__": "metrics:init_with_metrics",
-    "vllm.v1.metrics.loggers:StatLoggerManager.record": "metrics:record_with_metrics",
+    "vllm.v1.metrics.loggers:StatLoggerManager.__init__": "metrics:init_with_metrics",
     "vllm.v1.executor.multiproc_executor:MultiprocExecutor._post_init_executor": "engine_core:end_with_front_end",
     "vllm.v1.engine.core:EngineCore.collective_rpc": "engine_core:guard_weights",
     "vllm.v1.engine.core:EngineCore.sleep": "engine_core:sleep_if_possible",
@@ -44,8 +37,7 @@ EVERY_PROCESS = {
 """Applied when vLLM loads its plugins. Requests of other models are untouched."""
 
 SAMPLING = {
-    "vllm.sampling_params:SamplingParams._verify_args": "input_processor:remember_filters",
-    "vllm.sampling_params:SamplingParams._verify_greedy_sampling": "input_processor:settle_greedy",
+    "vllm.sampling_params:SamplingParams._verify_args": "input_processor:keep_filters"
 }
 """Applied when ``dllm_engine.LLM`` is imported, since parameters may be made before an
 engine, and with the next.
@@ -55,11 +47,7 @@ SERVING = {
     **SAMPLING,
     f"{_RENDERER}.preprocess_chat": "input_processor:render_and_build",
     f"{_RENDERER}.preprocess_completion": "input_processor:render_and_build",
-    f"{_CHAT}.protocol:ChatCompletionRequest.resolve_reasoning_ended": "input_processor:resolve_by_prompt",
-    _PROMPT_OF_PARSER: "reasoning:read_prompt",
-    f"{_PARSER}:DelegatingParser.is_reasoning_end": "reasoning:is_ended_by_prompt",
-    f"{_PARSER}:DelegatingParser.extract_reasoning": "reasoning:extract_after_prompt",
-    f"{_PARSER}:DelegatingParser.count_reasoning_tokens": "reasoning:count_after_prompt",
+    "vllm.parser.parser_manager:ParserManager.get_parser": "reasoning:parser_that_reads_prompts",
     "vllm.entrypoints.serve.utils.api_utils:get_max_tokens": "input_processor:refuse_clipping",
     "vllm.v1.engine.async_llm:AsyncLLM.generate": "input_processor:generate_if_valid",
     f"{_RESPONSES}._generate_with_builtin_tools": "input_processor:respond_if_valid",
@@ -75,10 +63,6 @@ SERVING = {
     f"{_CHAT}.serving:OpenAIServingChat.chat_completion_stream_generator": "server.responses:stream_response",
     f"{_COMPLETION}.request_output_to_completion_response": "server.responses:complete_with_fields",
     f"{_CHAT}.serving:OpenAIServingChat.chat_completion_full_generator": "server.responses:complete_chat_with_fields",
-    f"{_RESPONSES}.responses_stream_generator": "server.responses:end_responses_stream",
-    "vllm.entrypoints.generate.base.serving:GenerateBaseServing._raise_if_error": "server.responses:raise_with_reason",
-    "vllm.entrypoints.anthropic.api_router:translate_error_response": "server.messages_errors:translate_type",
-    f"{_ERRORS}:init_exception_handler": "server.messages_errors:translate_refusals",
     "vllm.entrypoints.launchers.launcher:serve_http": "server.stop:serve_and_tell",
     "vllm.v1.engine.utils:CoreEngineProcManager.monitor_engine_liveness": "server.stop:watch_processes",
 }

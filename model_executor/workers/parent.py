@@ -34,6 +34,11 @@ def end_vllm_process_with_parent() -> None:
     vLLM tells a worker that its engine is gone, and the worker ends after the step in
     hand. A step that waits for another rank, or a model that is being loaded, does not
     end soon or at all. Nobody tells an engine that its front end was killed.
+
+    The process also leaves the group of its parent: what stops all processes of a
+    group, such as Ctrl-C, is the front end's to answer, whose requests may still have
+    time to finish.
     """
     if multiprocessing.current_process().name.startswith(("EngineCore", "VllmWorker")):
+        os.setpgid(0, 0)
         end_with_parent()

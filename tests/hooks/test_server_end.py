@@ -1,6 +1,7 @@
 """Requests of a server that stops, or whose engine has died, get an answer."""
 
 import asyncio
+import json
 
 import pytest
 from starlette.applications import Starlette
@@ -8,12 +9,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
-from dllm_engine.vllm_hooks.server.stop import (
-    EngineDied,
-    OpenRequests,
-    RequestsEnd,
-    ServerStopping,
-)
+from dllm_engine.vllm_hooks.server.error_forms import AnthropicErrors
+from dllm_engine.vllm_hooks.server.open_requests import Answers, OpenRequests
+from dllm_engine.vllm_hooks.server.stop import EngineDied, ServerStopping
+
+FIRST_EVENT = 'data: {"sequence_number":7}\n\n'
 
 
 async def wait_for_ever(request):
@@ -27,7 +27,7 @@ async def read(request: Request):
 
 async def stream(request):
     async def events():
-        yield "data: 1\n\n"
+        yield FIRST_EVENT
         await asyncio.Event().wait()
 
     return StreamingResponse(events(), media_type="text/event-stream")
@@ -89,14 +89,15 @@ def answers(paths, error=None, *, later=()):
             routes=[
                 Route(f"/{each.__name__}", each, methods=["POST"]) for each in HANDLERS
             ]
+            + [Route(f"/v1/{name}", stream, methods=["POST"]) for name in STREAMS]
         )
         requests = app.state.open_requests = OpenRequests()
-        app.add_middleware(RequestsEnd, requests=requests)
+        app.add_middleware(Answers, requests=requests)
+        app.add_middleware(AnthropicErrors)
         answered = [Answered(app, path) for path in paths]
         await asyncio.sleep(0.05)
         if error is not None:
-            requests.error = error
-            await requests.end(lambda error: None, error)
+            await requests.end(error)
         answered += [Answered(app, path) for path in later]
         await asyncio.wait_for(asyncio.gather(*(each.task for each in answered)), 10)
         return answered
@@ -116,15 +117,22 @@ def test_whatever_a_request_waits_for_it_is_told(error, status):
         assert ("retry-after" in answer.headers) == (status == 503)
 
 
-def test_a_stream_ends_with_the_error():
-    (answer,) = answers(["/stream"], ServerStopping())
+TEXT = str(ServerStopping())
+OPENAI = {"message": TEXT, "type": "Service Unavailable", "param": None, "code": 503}
+STREAMS = {
+    "chat/completions": f"data: {json.dumps({'error': OPENAI})}\n\ndata: [DONE]\n\n",
+    "responses": 'event: error\ndata: {"type": "error", "code": "server_error", '
+    f'"message": "{TEXT}", "param": null, "sequence_number": 8}}\n\n',
+    "messages": 'event: error\ndata: {"type": "error", "error": '
+    f'{{"type": "overloaded_error", "message": "{TEXT}"}}}}\n\n',
+}
+
+
+@pytest.mark.parametrize("route", STREAMS)
+def test_a_stream_ends_with_the_error_in_the_form_of_its_route(route):
+    (answer,) = answers([f"/v1/{route}"], ServerStopping())
     assert answer.status == 200
-    first, name_and_error, done, _ = answer.text.split("\n\n")
-    assert first == "data: 1"
-    assert name_and_error.startswith(
-        'event: error\ndata: {"type": "error", "error": {"message": "the server is'
-    )
-    assert done == "data: [DONE]"
+    assert answer.text == FIRST_EVENT + STREAMS[route]
     assert answer.is_complete
 
 

@@ -227,7 +227,7 @@ def test_a_server_drains_what_it_has_taken_and_is_not_ready_meanwhile(start):
     build = watched.suspended_build()
     answers += [
         watched.ask("/v1/decisions", **DECISION),
-        watched.ask(**LONG | {"max_tokens": 64}, stream=True),
+        watched.ask(**LONG | {"max_tokens": 256}, stream=True),
     ]
     watched.wait_until_open(3)
     watched.process.terminate()
@@ -252,7 +252,8 @@ def test_who_is_left_when_a_drain_ends_is_told(start):
     build = watched.suspended_build()
     long, stream = watched.ask(), watched.ask(**LONG, stream=True)
     watched.wait_until_running(2)
-    watched.process.terminate()
+    # As supervisors and terminals stop a server, all its processes at once.
+    os.killpg(watched.process.pid, signal.SIGTERM)
     for answer in (structured.result(SECONDS), long.result(SECONDS)):
         assert answer.status_code == 503
         assert answer.headers["retry-after"]

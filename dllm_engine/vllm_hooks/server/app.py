@@ -14,7 +14,8 @@ from dllm_engine.options import EngineOptions
 from dllm_engine.structured_output.tool_calls import serve_tool_calls
 from dllm_engine.vllm_hooks.patch import Original, is_ours
 from dllm_engine.vllm_hooks.server.bodies import BodyCheck
-from dllm_engine.vllm_hooks.server.stop import OpenRequests, RequestsEnd
+from dllm_engine.vllm_hooks.server.error_forms import AnthropicErrors
+from dllm_engine.vllm_hooks.server.open_requests import Answers, OpenRequests
 
 
 async def init_with_tool_calls(
@@ -40,11 +41,12 @@ def extend_app(
     register(args, app, supported_tasks, model_config, *rest, **kwargs)
     if not getattr(model_config, "is_dllm_engine", False):
         return
-    # vLLM adds its own middleware later, which then runs first: it checks the API key
-    # before we read the body.
+    # What is added last runs first. vLLM adds its own middleware later: it checks the
+    # API key before we read the body.
     app.add_middleware(BodyCheck)
     app.state.open_requests = OpenRequests()
-    app.add_middleware(RequestsEnd, requests=app.state.open_requests)
+    app.add_middleware(Answers, requests=app.state.open_requests)
+    app.add_middleware(AnthropicErrors)
     # These answer prompts, and vLLM leaves them open.
     authenticate.GUARDED_PREFIX = tuple(
         {*authenticate.GUARDED_PREFIX, "/invocations", "/generative_scoring"}

@@ -6,7 +6,6 @@ request objects, also those of ``vllm run-batch``.
 """
 
 import json
-import os
 from http import HTTPStatus
 from typing import Any
 
@@ -23,8 +22,8 @@ from dllm_engine.request_options.sampling_params import (
     InvalidRequestError,
     LongestLength,
 )
-from dllm_engine.vllm_hooks.input_processor import http_request
 from dllm_engine.vllm_hooks.patch import Original, is_ours
+from dllm_engine.vllm_hooks.server.error_forms import route_of
 
 MOST_BYTES = 16 << 20
 """Bytes of a body: 1,024 prompts of 16 KB each. Nobody is answered while it is parsed,
@@ -50,7 +49,7 @@ class BodyCheck:
 
         try:
             body = await _read(Request(scope, receive))
-            _check_body(body, scope["path"].removeprefix(scope.get("root_path", "")))
+            _check_body(body, route_of(scope))
         except ClientDisconnect:
             return
         except (VLLMValidationError, GracefulHTTPError) as error:
@@ -64,7 +63,6 @@ class BodyCheck:
         async def receive_again() -> Message:
             return unread.pop() if unread else await receive()
 
-        http_request.set(os.urandom(8))
         await self.app(scope, receive_again, send)
 
 

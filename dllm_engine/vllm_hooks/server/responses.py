@@ -17,13 +17,9 @@ from contextlib import aclosing
 from typing import Any
 
 import anyio
-from openai.types.responses import ResponseErrorEvent
-from pydantic import ValidationError
-from vllm.exceptions import GenerationError, RetryableRequestError
-from vllm.v1.engine.exceptions import EngineDeadError
 
 from dllm_engine.decoding.messages import PROVISIONAL_KEY
-from dllm_engine.figures import PER_TOKEN, ErrorReason
+from dllm_engine.figures import PER_TOKEN
 from dllm_engine.infill.http import template_fields
 from dllm_engine.provisional import BlockChanges
 from dllm_engine.request_options.fields import RequestOptions
@@ -196,51 +192,6 @@ async def complete_chat_with_fields(
 
     response = await to_response(self, request, noted(), *args, **kwargs)
     return _with_figures(response, completions, request, self)
-
-
-def raise_with_reason(
-    raise_if_error: Original, self: Any, finish_reason: str | None, request_id: str
-) -> None:
-    """vLLM's check of a finish reason, which becomes HTTP status 500 or an event in a
-    stream.
-    """
-    if isinstance(finish_reason, ErrorReason):
-        raise GenerationError(finish_reason.explanation)
-    if finish_reason == "abort":
-        # vLLM would answer as if the response were complete.
-        raise RetryableRequestError(
-            "the server ended the request before its response was complete; send it "
-            "again"
-        )
-    raise_if_error(self, finish_reason, request_id)
-
-
-async def end_responses_stream(
-    stream: Original, self: Any, *args: Any, **kwargs: Any
-) -> AsyncGenerator[Any, None]:
-    """End a failed stream of ``/v1/responses`` with an event that says why. vLLM
-    validates its own error as an event of this route, which it is not."""
-    last = -1
-    try:
-        async for event in stream(self, *args, **kwargs):
-            last = event.sequence_number
-            yield event
-    except (ValidationError, EngineDeadError) as error:
-        refused = (
-            error.errors()[0]["input"]
-            if isinstance(error, ValidationError)
-            else {"error": {"message": error}}
-        )
-        if not isinstance(refused, dict) or "error" not in refused:
-            raise
-        message = str(refused["error"]["message"])
-        yield ResponseErrorEvent(
-            type="error",
-            code="server_error",
-            message=message,
-            param=None,
-            sequence_number=last + 1,
-        )
 
 
 def _asks_for_trace(request: Any) -> bool:

@@ -3,7 +3,6 @@ engine died.
 """
 
 import asyncio
-import json
 import os
 import signal
 import time
@@ -13,29 +12,22 @@ from multiprocessing import connection
 from typing import Any
 
 import psutil
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from vllm.exceptions import GenerationError, GracefulHTTPError
+from vllm.exceptions import GracefulHTTPError
 
 from dllm_engine.vllm_hooks.patch import Original
+from dllm_engine.vllm_hooks.server.open_requests import OpenRequests
 from dllm_engine.vllm_hooks.server.start import end_now
 
-RETRY_AFTER = "1"
-"""Seconds after which a client may ask again, here or another server."""
 _TELLING_SECONDS = 1
-"""For requests to write the errors that the engine's end gives them, before they are
-cancelled.
-"""
+"""Of a drain, for requests that it ends to be told so."""
 _CLOSING_SECONDS = 3
 """For connections to close. A client that does not read its answer would
 keep one open.
 """
 
 
-class ServerStopping(GracefulHTTPError, GenerationError):
-    """Ends a request when the server is asked to stop. It has both base classes so that
-    vLLM does not take it for a failure of its own and logs no traceback."""
+class ServerStopping(GracefulHTTPError):
+    """Ends a request when the server is asked to stop."""
 
     def __init__(self) -> None:
         text = (
@@ -43,7 +35,6 @@ class ServerStopping(GracefulHTTPError, GenerationError):
             "later"
         )
         super().__init__(text, HTTPStatus.SERVICE_UNAVAILABLE)
-        self.status_code = HTTPStatus.SERVICE_UNAVAILABLE
 
 
 class EngineDied(GracefulHTTPError):
@@ -52,126 +43,6 @@ class EngineDied(GracefulHTTPError):
     def __init__(self) -> None:
         text = "the engine has died; the log says why, and the server ends"
         super().__init__(text, HTTPStatus.INTERNAL_SERVER_ERROR)
-
-
-class OpenRequests:
-    """Requests that an application is answering, and why it takes no more."""
-
-    def __init__(self) -> None:
-        self.error: GracefulHTTPError | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()
-
-    def add(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.add(task)
-
-    def discard(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-
-    async def finished(self, seconds: float) -> None:
-        """Until no request is open, for so many seconds at most."""
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=seconds)
-
-    async def end(
-        self, propagate_error: Callable[[Exception], None], error: Exception
-    ) -> None:
-        """End those that run in the engine with an error, and then the others, whatever
-        they wait for: a worker, an automaton, or the rest of their own body."""
-        propagate_error(error)
-        await self.finished(_TELLING_SECONDS)
-        for task in self._tasks:
-            task.cancel()
-
-
-class RequestsEnd:
-    """ASGI middleware. It answers requests that come, wait or fail when the server
-    ends.
-    """
-
-    def __init__(self, app: ASGIApp, requests: OpenRequests) -> None:
-        self.app = app
-        self.requests = requests
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"].startswith("/metrics"):
-            await self.app(scope, receive, send)
-            return
-        answer = Answer(send, self.requests)
-        task = asyncio.current_task()
-        assert task is not None
-        self.requests.add(task)
-        try:
-            if self.requests.error is None:
-                await self.app(scope, receive, answer.send)
-        except asyncio.CancelledError:
-            if self.requests.error is None:
-                raise
-            task.uncancel()
-        finally:
-            self.requests.discard(task)
-        if not answer.is_complete and self.requests.error is not None:
-            await answer.end(self.requests.error, scope, receive)
-
-
-class Answer:
-    """What has been sent of one response."""
-
-    def __init__(self, send: Send, requests: OpenRequests) -> None:
-        self._send = send
-        self._requests = requests
-        self._headers: Headers | None = None
-        self._is_replaced = False
-        self.is_complete = False
-
-    async def send(self, message: Message) -> None:
-        """Pass a message on, but no failure of the server's own while it ends."""
-        if message["type"] == "http.response.start":
-            self._is_replaced = (
-                self._requests.error is not None and message["status"] >= 500
-            )
-            if message["status"] == HTTPStatus.SERVICE_UNAVAILABLE:
-                MutableHeaders(scope=message).setdefault("retry-after", RETRY_AFTER)
-        if self._is_replaced:
-            return
-        if message["type"] == "http.response.start":
-            self._headers = Headers(raw=message["headers"])
-        self.is_complete = message["type"] == "http.response.body" and not message.get(
-            "more_body", False
-        )
-        await self._send(message)
-
-    async def end(
-        self, error: GracefulHTTPError, scope: Scope, receive: Receive
-    ) -> None:
-        """Answer with the error, or end the stream that has begun with it."""
-        from vllm.entrypoints.serve.exception_handling.error_response import (
-            create_error_response,
-        )
-
-        body = create_error_response(error).model_dump()
-        if self._headers is None:
-            headers = (
-                {"retry-after": RETRY_AFTER}
-                if error.http_status == HTTPStatus.SERVICE_UNAVAILABLE
-                else None
-            )
-            await JSONResponse(body, error.http_status, headers)(
-                scope, receive, self._send
-            )
-        elif self._headers.get("content-type", "").startswith("text/event-stream"):
-            # The form that clients of all routes know: OpenAI's read `error`,
-            # Anthropic's the event's name and `type`.
-            event = (
-                f"event: error\ndata: {json.dumps({'type': 'error', **body})}\n\ndata: "
-                f"[DONE]\n\n"
-            )
-            await self._send(
-                {
-                    "type": "http.response.body",
-                    "body": event.encode(),
-                    "more_body": False,
-                }
-            )
 
 
 async def serve_and_tell(
@@ -201,14 +72,16 @@ async def serve_and_tell(
 
     async def drain(seconds: float) -> None:
         await requests.finished(seconds - min(_TELLING_SECONDS, seconds / 2))
-        await requests.end(propagate_error, ServerStopping())
+        await requests.end(ServerStopping())
+        if engine.output_handler is not None:
+            engine.output_handler.cancel()  # it would log that the engine is gone
 
     def propagate_death(error: Exception) -> None:
         if requests.error is None:
             requests.error = EngineDied()
-            ending = loop.create_task(requests.end(propagate_error, error))
+            ending = loop.create_task(requests.end(requests.error))
             endings.add(ending)
-            ending.add_done_callback(endings.discard)
+            ending.add_done_callback(lambda ending: propagate_error(error))
 
     async def fail() -> None:
         await closing

@@ -1,0 +1,98 @@
+"""Errors in the form of the route that was asked: Anthropic's for ``/v1/messages``,
+OpenAI's for the others. vLLM 0.32 answers ``/v1/messages`` in OpenAI's form, and 0.33
+does where a body is not valid.
+"""
+
+import json
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""Anthropic's names of errors, by HTTP status."""
+
+
+def route_of(scope: Scope) -> str:
+    """The path of a request below the server's root."""
+    return scope["path"].removeprefix(scope.get("root_path", ""))
+
+
+def is_anthropic(route: str) -> bool:
+    """Return True for the routes of Anthropic's API."""
+    return route.startswith("/v1/messages")
+
+
+def anthropic_error(status: int, message: str) -> dict[str, Any]:
+    """The body that tells of an error."""
+    kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def last_events(route: str, error: dict[str, Any], number: int) -> str:
+    """What ends a stream with an error, which has OpenAI's fields.
+
+    ``number``: of the event, for ``/v1/responses``.
+    """
+    if is_anthropic(route):
+        body = anthropic_error(error["code"], error["message"])
+        return f"event: error\ndata: {json.dumps(body)}\n\n"
+    if route.startswith("/v1/responses"):
+        body = {
+            "type": "error",
+            "code": "server_error",
+            "message": error["message"],
+            "param": None,
+            "sequence_number": number,
+        }
+        return f"event: error\ndata: {json.dumps(body)}\n\n"
+    return f"data: {json.dumps({'error': error})}\n\ndata: [DONE]\n\n"
+
+
+class AnthropicErrors:
+    """ASGI middleware that turns the errors of ``/v1/messages`` into Anthropic's."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not is_anthropic(route_of(scope)):
+            await self.app(scope, receive, send)
+            return
+        refused: Message | None = None
+        body = b""
+
+        async def translate(message: Message) -> None:
+            nonlocal refused, body
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                refused = message
+                return
+            if refused is None:
+                await send(message)
+                return
+            body += message.get("body", b"")
+            if not message.get("more_body", False):
+                await _translated(refused, body)(scope, receive, send)
+
+        await self.app(scope, receive, translate)
+
+
+def _translated(start: Message, body: bytes) -> JSONResponse:
+    message = json.loads(body)["error"]["message"]
+    # The others describe the body.
+    headers = {
+        name: value
+        for name, value in Headers(raw=start["headers"]).items()
+        if not name.startswith("content-")
+    }
+    status = start["status"]
+    return JSONResponse(anthropic_error(status, message), status, headers)

@@ -1,0 +1,191 @@
+"""HTTP requests that a server is answering. Each gets an answer, whatever ends it: an
+error of its own, the server's end, or the engine's.
+"""
+
+import asyncio
+import os
+import re
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from contextvars import ContextVar
+from http import HTTPStatus
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from vllm.exceptions import GenerationError, RetryableRequestError
+
+from dllm_engine.figures import ErrorReason
+from dllm_engine.vllm_hooks.server.error_forms import last_events, route_of
+
+RETRY_AFTER = "1"
+"""Seconds after which a client may ask again, here or another server."""
+_TELLING_SECONDS = 1
+"""For requests to write the errors that end them."""
+_NUMBER = re.compile(rb'"sequence_number": ?([0-9]+)')
+
+
+class OpenRequest:
+    """One request that is being answered."""
+
+    def __init__(self, task: "asyncio.Task[Any]") -> None:
+        self.name = os.urandom(8)
+        """Its prompts and its ``n`` responses take turns with other requests."""
+        self.error: Exception | None = None
+        """What ended it."""
+        self._tasks = {task}
+
+    def end(self, error: Exception) -> None:
+        """End it with an error. The middleware writes the error: vLLM has no form of it
+        for some routes, and does not stop what waits for anything but the engine."""
+        if self.error is None:
+            self.error = error
+        for task in self._tasks:
+            task.cancel()
+
+    async def outputs(
+        self, outputs: AsyncGenerator[Any, None]
+    ) -> AsyncGenerator[Any, None]:
+        """The engine's outputs for one of its prompts, up to one that failed."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)  # vLLM answers in a task of its own
+        async with aclosing(outputs):
+            async for output in outputs:
+                if (error := _failure(output)) is not None:
+                    self.end(error)
+                    raise asyncio.CancelledError
+                yield output
+
+
+open_request: ContextVar[OpenRequest | None] = ContextVar("open_request", default=None)
+"""The request that is answered in this context."""
+
+
+def _failure(output: Any) -> GenerationError | None:
+    """Why a request failed. vLLM would answer as if the response were complete, or not
+    say why."""
+    for completion in output.outputs:
+        reason = completion.finish_reason
+        if isinstance(reason, ErrorReason):
+            return GenerationError(reason.explanation)
+        if reason == "abort":
+            return RetryableRequestError(
+                "the server ended the request before its response was complete; send "
+                "it again"
+            )
+    return None
+
+
+class OpenRequests:
+    """Requests that an application is answering, and why it takes no more."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self._requests: dict[asyncio.Task[Any], OpenRequest] = {}
+
+    def begin(self, task: "asyncio.Task[Any]") -> OpenRequest:
+        request = self._requests[task] = OpenRequest(task)
+        request.error = self.error
+        return request
+
+    def finish(self, task: "asyncio.Task[Any]") -> None:
+        del self._requests[task]
+
+    async def finished(self, seconds: float) -> None:
+        """Until no request is open, for so many seconds at most."""
+        if self._requests:
+            await asyncio.wait(self._requests, timeout=seconds)
+
+    async def end(self, error: Exception) -> None:
+        """End all with an error, whatever they wait for: the engine, a worker, an
+        automaton, or the rest of their own body. Take no more."""
+        self.error = error
+        for request in self._requests.values():
+            request.end(error)
+        await self.finished(_TELLING_SECONDS)
+
+
+class Answers:
+    """ASGI middleware that answers requests which end with an error, and those that
+    come later."""
+
+    def __init__(self, app: ASGIApp, requests: OpenRequests) -> None:
+        self.app = app
+        self.requests = requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"].startswith("/metrics"):
+            await self.app(scope, receive, send)
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        request = self.requests.begin(task)
+        answer = Answer(send, request)
+        open_request.set(request)
+        try:
+            if request.error is None:
+                await self.app(scope, receive, answer.send)
+        except asyncio.CancelledError:
+            if request.error is None:
+                raise
+            task.uncancel()
+        finally:
+            self.requests.finish(task)
+        if not answer.is_complete and request.error is not None:
+            await answer.end(request.error, scope, receive)
+
+
+class Answer:
+    """What has been sent of one response."""
+
+    def __init__(self, send: Send, request: OpenRequest) -> None:
+        self._send = send
+        self._request = request
+        self._headers: Headers | None = None
+        self._last_part = b""
+        self._is_replaced = False
+        self.is_complete = False
+
+    async def send(self, message: Message) -> None:
+        """Pass a message on, but no failure of vLLM's that the request's end brings."""
+        if message["type"] == "http.response.start":
+            self._is_replaced = (
+                self._request.error is not None and message["status"] >= 500
+            )
+            if message["status"] == HTTPStatus.SERVICE_UNAVAILABLE:
+                MutableHeaders(scope=message).setdefault("retry-after", RETRY_AFTER)
+        if self._is_replaced:
+            return
+        if message["type"] == "http.response.start":
+            self._headers = Headers(raw=message["headers"])
+        self._last_part = message.get("body", b"") or self._last_part
+        self.is_complete = message["type"] == "http.response.body" and not message.get(
+            "more_body", False
+        )
+        await self._send(message)
+
+    async def end(self, error: Exception, scope: Scope, receive: Receive) -> None:
+        """Answer with the error, or end the stream that has begun with it."""
+        from vllm.entrypoints.serve.exception_handling.error_response import (
+            create_error_response,
+        )
+
+        body = create_error_response(error).model_dump()
+        status = body["error"]["code"]
+        if self._headers is None:
+            is_temporary = status == HTTPStatus.SERVICE_UNAVAILABLE
+            headers = {"retry-after": RETRY_AFTER} if is_temporary else None
+            await JSONResponse(body, status, headers)(scope, receive, self._send)
+        elif self._headers.get("content-type", "").startswith("text/event-stream"):
+            numbers = _NUMBER.findall(self._last_part)
+            number = int(numbers[-1]) + 1 if numbers else 0
+            events = last_events(route_of(scope), body["error"], number)
+            await self._send(
+                {
+                    "type": "http.response.body",
+                    "body": events.encode(),
+                    "more_body": False,
+                }
+            )
