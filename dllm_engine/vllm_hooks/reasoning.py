@@ -27,7 +27,7 @@ class ReadsPrompt(Parser):
         self._prompt_ends_reasoning = ends_reasoning(
             input_ids, self.reasoning_parser, self.model_tokenizer
         )
-        return self._prompt_ends_reasoning or super().is_reasoning_end(input_ids)  # type: ignore[safe-super]
+        return self._prompt_ends_reasoning or super().is_reasoning_end(input_ids)
 
     def set_prompt_token_ids(self, prompt_token_ids: Sequence[int]) -> None:
         """vLLM gives a parser the prompt of an answer that is not streamed, and asks
@@ -42,7 +42,7 @@ class ReadsPrompt(Parser):
         """All of an answer is content where the prompt has ended the reasoning."""
         if self._prompt_ends_reasoning:
             return None, model_output
-        return super().extract_reasoning(model_output, request)  # type: ignore[misc]
+        return super().extract_reasoning(model_output, request)
 
     def count_reasoning_tokens(self, token_ids: Sequence[int]) -> int:
         """No token of an answer is reasoning where the prompt has ended it."""

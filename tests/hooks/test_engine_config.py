@@ -96,7 +96,7 @@ def test_settings_that_say_what_holds_anyway_are_accepted(tiny_llada):
 
 
 def test_a_watermark_is_for_methods_whose_pages_come_as_blocks_come(tiny_sdar):
-    assert scheduler_of(start_engine(tiny_sdar, watermark=0.1)).watermark > 0
+    assert scheduler_of(start_engine(tiny_sdar, watermark=0.1)).tables.watermark > 0
 
 
 def test_a_limit_of_scheduled_tokens_is_the_row_budget(tiny_llada):
