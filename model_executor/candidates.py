@@ -2,7 +2,8 @@
 editing decided ones.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -136,10 +137,29 @@ class BatchCandidates:
             table=on_device(columns, self.table.device),
         )
 
+    def by_settings(self) -> list["BatchCandidates"]:
+        """Groups of candidates that go through the head together."""
+        members: dict[Hashable, list[int]] = defaultdict(list)
+        for index in self.members:
+            canvas = self.batch.canvases[index]
+            is_constrained = canvas.constrained is not None
+            decides = canvas.decision is not None
+            members[canvas.settings, is_constrained, decides].append(index)
+        return [self.of_requests(indices) for indices in members.values()]
+
+    @property
+    def decides(self) -> bool:
+        """True for a group of decisions."""
+        return self.batch.canvases[self.members[0]].decision is not None
+
     @cached_property
     def bounds(self) -> np.ndarray:
         """The first candidate of each request of the batch and, last, their number."""
         return np.searchsorted(self.columns[0], range(len(self.batch.plans) + 1))
+
+    def rows_of(self, index: int) -> slice:
+        """The candidates of a request."""
+        return slice(*self.bounds[index : index + 2].tolist())
 
     @property
     def width(self) -> int:
@@ -161,7 +181,7 @@ class BatchCandidates:
             return None
         weights = np.ones(self.columns.shape[1], dtype=np.float32)
         for i, sigma in sigmas.items():
-            canvas, mine = self.batch.canvases[i], slice(*self.bounds[i : i + 2])
+            canvas, mine = self.batch.canvases[i], self.rows_of(i)
             start = canvas.spec.layout.prompt_length
             weights[mine] = certainty_density(canvas.known[start:] >= 0, sigma)[
                 self.columns[2, mine] - start

@@ -1,13 +1,10 @@
-"""Denoising steps of one batch: forward pass, predictions of the masked positions, and
-what is filled of them.
+"""The stages of a denoising step on a device: the forward pass, and the predictions of
+masked positions with what is unmasked of them.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from dllm_engine.decoding.messages import Failures
@@ -16,78 +13,32 @@ from dllm_engine.model_executor.candidates import BatchCandidates
 from dllm_engine.model_executor.canvas_store import Canvas
 from dllm_engine.model_executor.graphs.step import StepGraphs
 from dllm_engine.model_executor.guide.model import Draft
-from dllm_engine.model_executor.passes.base import LayerPass, Results
+from dllm_engine.model_executor.passes.base import LayerPass, Observe, Results
 from dllm_engine.model_executor.rank import Rank
 from dllm_engine.model_executor.step_batch import StepBatch
-from dllm_engine.model_executor.token_prediction import SamplingSettings
+from dllm_engine.model_executor.token_prediction import Demands
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.decisions import decide
 from dllm_engine.model_executor.unmasking.filling import (
     CHOSEN,
     Filled,
     FillInputs,
-    StepOutcome,
+    RequestNumbers,
     fill,
     fill_work,
-    outcomes_of,
 )
 from dllm_engine.model_executor.unmasking.logits import ConstrainedRows, class_on_device
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, required
 
 
-class StepsRun(NamedTuple):
-    """What steps of one batch, run one after the other, have left."""
-
-    outcomes: list[StepOutcome]
-    """Of each step."""
-    failures: Failures
-    """Of requests whose own part of a step failed."""
-    results: list[Results]
-    """Of the layer pass, in each step."""
-    answers: list[np.ndarray]
-    """Values on the host of what the layer pass ``asked`` after the last step."""
-
-
 class Denoiser:
-    """Runs steps on the canvases of a rank. Knows no request but those of the batch it
-    is given.
+    """Stages of the steps on the canvases of a rank. Knows no request but those of the
+    batch it is given.
     """
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
         self.graphs: StepGraphs | None = None
-
-    def run(
-        self,
-        candidates: BatchCandidates,
-        layer_pass: LayerPass,
-        steps: Iterable[dict[str, StepPlan]],
-    ) -> StepsRun:
-        """Run steps of one batch, which do the same work on other tokens. Between them
-        the device is not waited for.
-
-        An exception in here is no one request's and ends the engine: pages have been
-        written in part, by some layers and perhaps by some ranks, so that running the
-        requests again, one by one, would not compute the same.
-        """
-        batch, groups = candidates.batch, self._by_settings(candidates)
-        filled_by_step: list[list[Filled]] = []
-        results: list[Results] = []
-        failures: Failures = {}
-        for plans in steps:
-            if filled_by_step:
-                layer_pass.follow(self.rank.store.masked)
-            step_plans = [plans[request_id] for request_id in batch.request_ids]
-            filled, step_failures, left = self._step(
-                batch, step_plans, groups, layer_pass
-            )
-            filled_by_step.append(filled)
-            results.append(left)
-            failures |= step_failures
-        outcomes, answers = outcomes_of(
-            filled_by_step, len(batch.plans), layer_pass.asked(results[-1])
-        )
-        return StepsRun(outcomes, failures, results, answers)
 
     def forward(
         self, batch: StepBatch, layer_pass: LayerPass
@@ -104,81 +55,40 @@ class Denoiser:
             self.rank.store.tokens[batch.places], batch.positions, layer_pass
         )
 
-    def _by_settings(self, candidates: BatchCandidates) -> list[BatchCandidates]:
-        """Groups of candidates that go through the head together."""
-        members: dict[tuple[SamplingSettings, bool, bool], list[int]] = defaultdict(
-            list
-        )
-        for index in candidates.members:
-            canvas = candidates.batch.canvases[index]
-            members[
-                canvas.settings,
-                canvas.constrained is not None,
-                canvas.decision is not None,
-            ].append(index)
-        return [candidates.of_requests(indices) for indices in members.values()]
-
-    def _step(
+    def predict_and_unmask(
         self,
-        batch: StepBatch,
-        plans: Sequence[StepPlan],
+        hidden: torch.Tensor,
         groups: list[BatchCandidates],
-        layer_pass: LayerPass,
-    ) -> tuple[list[Filled], Failures, Results]:
-        """One forward pass of ``batch`` by ``plans``, in its order. Returns what it
-        fills in, the failures, and the results of the layer pass.
+        plans: Sequence[StepPlan],
+        observe: Observe | None,
+    ) -> tuple[list[Filled], Failures]:
+        """Predict a token for each candidate, from hidden states of all rows, and
+        unmask as many as the plans, in batch order, ask for. Returns what is filled,
+        and the failures of requests whose own part failed.
+
+        ``groups``: as of ``BatchCandidates.by_settings``. ``observe``: of the layer
+        pass.
         """
-        hidden, results = self.forward(batch, layer_pass)
         if self.graphs is not None and len(groups) > 1:
             # Graphs share their memory: the one that fills a group in may write over
             # it.
             hidden = hidden.clone()
-        if (finished := layer_pass.finished(results)) is not None:
-            groups = [group.of_finished(*finished) for group in groups]
         drafts: list[Draft] = []
         filled: list[Filled] = []
         failures: Failures = {}
-        observe = layer_pass.observe
         for group in groups:
             if not group.positions.numel():
                 continue
-            if batch.canvases[group.members[0]].decision is not None:
+            if group.decides:
                 decided, failed = decide(self.rank.predictor, hidden[group.rows], group)
                 filled.append(decided)
                 failures |= failed
                 continue
-            outcome, statistics = self._fill(hidden, group, plans)
-            filled.append(outcome)
-            if observe is not None or any(
-                batch.canvases[i].spec.needs_per_step_output for i in group.members
-            ):
-                for index, positions, request_statistics in group.split(statistics):
-                    canvas = batch.canvases[index]
-                    if observe is not None:
-                        observe(index, positions, request_statistics)
-                    _record(canvas, positions, request_statistics)
-                    if (guidance := canvas.spec.guidance) is not None:
-                        columns = (
-                            positions,
-                            request_statistics.token,
-                            request_statistics.probability,
-                        )
-                        drafted, tokens, probabilities = (
-                            x[: guidance.speculation_length].tolist() for x in columns
-                        )
-                        request_id = batch.request_ids[index]
-                        drafts.append(
-                            Draft(
-                                index,
-                                request_id,
-                                canvas,
-                                drafted,
-                                tokens,
-                                probabilities,
-                            )
-                        )
+            group_filled, statistics = self._fill(hidden, group, plans)
+            filled.append(group_filled)
+            drafts += _observe(group, statistics, observe)
         guided, failed = self._fill_guided(plans, drafts)
-        return filled + guided, failures | failed, results
+        return filled + guided, failures | failed
 
     def _fill(
         self, hidden: torch.Tensor, group: BatchCandidates, plans: Sequence[StepPlan]
@@ -193,20 +103,15 @@ class Denoiser:
             recorded = self.graphs.fill(hidden, group, work, numbers)
             if recorded is not None:
                 return recorded
-        numbers_here, own = on_device(numbers, rank.device), hidden[group.rows]
         inputs = FillInputs(
-            group.table, numbers_here, group.certainty, group.responses, group.width
+            group.table,
+            RequestNumbers(on_device(numbers.table, rank.device)),
+            group.certainty,
+            group.responses,
+            group.width,
         )
-        return fill(
-            rank.predictor,
-            rank.store,
-            rank.end_tokens,
-            work,
-            inputs,
-            own,
-            group.biased,
-            constrained,
-        )
+        demands = Demands(group.biased, constrained)
+        return fill(rank, work, inputs, hidden[group.rows], demands)
 
     def _fill_guided(
         self, plans: Sequence[StepPlan], drafts: list[Draft]
@@ -232,6 +137,35 @@ class Denoiser:
             draft.canvas.tokens[positions] = tokens
             draft.canvas.masked[positions] = False
         return filled, failures
+
+
+def _observe(
+    group: BatchCandidates, statistics: TokenStatistics, observe: Observe | None
+) -> list[Draft]:
+    """Show predictions to the layer pass, and keep what requests ask to know of them.
+    Returns the drafts of requests that have a guide.
+    """
+    batch, drafts = group.batch, []
+    asks = any(batch.canvases[i].spec.needs_per_step_output for i in group.members)
+    if observe is None and not asks:
+        return []
+    for index, positions, own in group.split(statistics):
+        canvas = batch.canvases[index]
+        if observe is not None:
+            observe(index, positions, own)
+        _record(canvas, positions, own)
+        if (guidance := canvas.spec.guidance) is not None:
+            drafted = slice(guidance.speculation_length)
+            draft = Draft(
+                index,
+                batch.request_ids[index],
+                canvas,
+                positions[drafted].tolist(),
+                own.token[drafted].tolist(),
+                own.probability[drafted].tolist(),
+            )
+            drafts.append(draft)
+    return drafts
 
 
 def select_guided(draft: Draft, *, first_needed: bool) -> dict[int, int]:
@@ -282,7 +216,7 @@ def _constrained_rows(group: BatchCandidates) -> list[ConstrainedRows]:
     )  # waits: which rows predict, the device alone may know
     constrained = []
     for index in group.members:
-        canvas, rows = canvases[index], slice(*group.bounds[index : index + 2].tolist())
+        canvas, rows = canvases[index], group.rows_of(index)
         assert canvas.constrained is not None
         stop = min(
             group.batch.plans[index].window.stop, canvas.spec.layout.response_span.stop

@@ -2,7 +2,6 @@
 plans into forward passes.
 """
 
-import itertools
 from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -52,12 +51,18 @@ from dllm_engine.model_executor.page_memory import (
     PagePoolSpec,
     page_table,
 )
-from dllm_engine.model_executor.passes.base import DensePass, LayerPass, Repeats
+from dllm_engine.model_executor.passes.base import (
+    DensePass,
+    LayerPass,
+    Repeats,
+    Results,
+)
 from dllm_engine.model_executor.rank import Rank
 from dllm_engine.model_executor.step_batch import StepBatch
-from dllm_engine.model_executor.step_report import Reporter
+from dllm_engine.model_executor.step_report import Reporter, StepsRun
 from dllm_engine.model_executor.steps_ahead import does_same_work, steps_known_ahead
 from dllm_engine.model_executor.token_prediction import TokenPredictor
+from dllm_engine.model_executor.unmasking.filling import Filled, outcomes_of
 from dllm_engine.options import EngineOptions
 
 
@@ -347,23 +352,62 @@ class DiffusionModelRunner:
     def _run_batch(
         self, plans: dict[str, StepPlan], progress: dict[str, Progress], num_steps: int
     ) -> list[dict[str, StepResult]]:
+        """Steps of one batch, from plans to reports: prepare, then for each step
+        forward, predict and unmask, at last report. Between the steps, which do the
+        same work on other tokens, the device is not waited for.
+
+        An exception in here is no one request's and ends the engine: pages have been
+        written in part, by some layers and perhaps by some ranks, so that running the
+        requests again, one by one, would not compute the same.
+        """
         batch, layer_pass = self._lay_out(plans)
-        candidates = BatchCandidates.of(batch)
-        steps: Iterable[dict[str, StepPlan]] = [plans]
-        if layer_pass.repeats is not Repeats.OTHER_WORK and num_steps > 1:
-            specs = {request_id: self.canvases[request_id].spec for request_id in plans}
-            may_idle = layer_pass.repeats is Repeats.ONLY_FILLS
-            steps = steps_known_ahead(
-                plans, progress, specs, self.plan, num_steps, may_idle=may_idle
+        groups = BatchCandidates.of(batch).by_settings()
+        steps: list[dict[str, StepPlan]] = []
+        filled: list[list[Filled]] = []
+        results: list[Results] = []
+        failures: Failures = {}
+        for step in self._known_ahead(plans, progress, num_steps, layer_pass.repeats):
+            if steps:
+                layer_pass.follow(self.store.masked)
+            hidden, step_results = self.denoiser.forward(batch, layer_pass)
+            finished = layer_pass.finished(step_results)
+            step_groups = groups
+            if finished is not None:
+                step_groups = [group.of_finished(*finished) for group in groups]
+            in_order = [step[request_id] for request_id in batch.request_ids]
+            step_filled, step_failures = self.denoiser.predict_and_unmask(
+                hidden, step_groups, in_order, layer_pass.observe
             )
-        steps, steps_run = itertools.tee(steps)
-        run = self.denoiser.run(candidates, layer_pass, steps)
+            steps.append(step)
+            filled.append(step_filled)
+            results.append(step_results)
+            failures |= step_failures
+        outcomes, answers = outcomes_of(
+            filled, len(batch.plans), layer_pass.asked(results[-1])
+        )
+        run = StepsRun(steps, outcomes, results, answers)
         reporter = Reporter(
             batch, layer_pass, run, self.mask_token_id, self.options.trace
         )
-        reports = reporter.reports(list(steps_run))
-        reports[-1] |= run.failures
+        reports = reporter.reports()
+        reports[-1] |= failures
         return reports
+
+    def _known_ahead(
+        self,
+        plans: dict[str, StepPlan],
+        progress: dict[str, Progress],
+        num_steps: int,
+        repeats: Repeats,
+    ) -> Iterable[dict[str, StepPlan]]:
+        """``plans``, and those of the steps behind that may run with the same rows."""
+        if num_steps == 1 or repeats is Repeats.OTHER_WORK:
+            return [plans]
+        specs = {request_id: self.canvases[request_id].spec for request_id in plans}
+        may_idle = repeats is Repeats.ONLY_FILLS
+        return steps_known_ahead(
+            plans, progress, specs, self.plan, num_steps, may_idle=may_idle
+        )
 
     def _lay_out(self, plans: dict[str, StepPlan]) -> tuple[StepBatch, LayerPass]:
         """The rows of a step and who runs the layers over them: those of the last step

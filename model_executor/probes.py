@@ -13,7 +13,12 @@ from dllm_engine.model_executor.head_chunks import head_chunks
 from dllm_engine.model_executor.passes.base import DensePass
 from dllm_engine.model_executor.rank import Rank
 from dllm_engine.model_executor.step_batch import RowBounds
-from dllm_engine.model_executor.token_prediction import GREEDY, SamplingSettings
+from dllm_engine.model_executor.token_prediction import (
+    GREEDY,
+    Demands,
+    SamplingSettings,
+    Wanted,
+)
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.logits import ConstrainedRows
 
@@ -43,16 +48,11 @@ def run_largest_batch(rank: Rank) -> None:
             chunk, one_class, 1, lambda scores: np.zeros(len(scores), np.int64)
         )
     ]
+    wanted = Wanted({"entropy", "margin"}, num_logprobs=1)
     for settings in (GREEDY, SamplingSettings(1.0, 0.9, 50, True)):
         for rows in ((), constrained):
-            predictor.predict(
-                hidden[chunk],
-                settings,
-                counters,
-                {"entropy", "margin"},
-                1,
-                constrained=rows,
-            )
+            demands = Demands(constrained=rows)
+            predictor.predict(hidden[chunk], settings, counters, wanted, demands)
     if rank.guide is not None:
         rank.guide.profile_run(num_rows)
     del pass_memory

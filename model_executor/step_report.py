@@ -1,9 +1,8 @@
 """Reports of steps that have run, for the scheduler."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,11 +18,24 @@ from dllm_engine.decoding.messages import (
 )
 from dllm_engine.decoding.step_plan import StepPlan, must_fill, revises
 from dllm_engine.model_executor.canvas_store import Canvas
-from dllm_engine.model_executor.denoiser import StepsRun
 from dllm_engine.model_executor.failures import failure_of
-from dllm_engine.model_executor.passes.base import LayerPass
+from dllm_engine.model_executor.passes.base import LayerPass, Results
 from dllm_engine.model_executor.step_batch import StepBatch
+from dllm_engine.model_executor.unmasking.filling import StepOutcome
 from dllm_engine.model_executor.unmasking.statistics import required
+
+
+class StepsRun(NamedTuple):
+    """What steps of one batch, run one after the other, have left."""
+
+    plans: list[dict[str, StepPlan]]
+    """Of each step, by request."""
+    outcomes: list[StepOutcome]
+    """Of each step."""
+    results: list[Results]
+    """Of the layer pass, in each step."""
+    answers: list[np.ndarray]
+    """Values on the host of what the layer pass ``asked`` after the last step."""
 
 
 @dataclass
@@ -37,11 +49,10 @@ class Reporter:
     mask_token_id: int
     with_trace: bool
 
-    def reports(
-        self, steps: Sequence[dict[str, StepPlan]]
-    ) -> list[dict[str, StepResult]]:
+    def reports(self) -> list[dict[str, StepResult]]:
         """A dictionary per step, by request, up to the last step that did something. A
         request ends with its first failure."""
+        steps = self.run.plans
         reports: list[dict[str, StepResult]] = [{} for _ in steps]
         for index, (request_id, canvas) in enumerate(
             zip(self.batch.request_ids, self.batch.canvases, strict=True)

@@ -11,6 +11,7 @@ the logits of the rows that use them.
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -91,6 +92,35 @@ class SamplingSettings:
 GREEDY = SamplingSettings(0.0, 1.0, 0, False)
 
 
+class Wanted(NamedTuple):
+    """What is wanted of a prediction beside the token and its probability."""
+
+    measures: Set[Measure] = frozenset()
+    """Further confidences."""
+    num_logprobs: int | None = None
+    """Likeliest tokens whose log-probabilities are wanted, beside the predicted one's;
+    None: none.
+    """
+
+
+class Demands(NamedTuple):
+    """What requests demand of the tokens in their rows."""
+
+    biased: Sequence[BiasedRows] = ()
+    """Rows whose logits are changed before all else but log-probabilities, which stay
+    the model's.
+    """
+    constrained: Sequence[ConstrainedRows] = ()
+    """None of the rows, or all, request by request."""
+    options: torch.Tensor | None = None
+    """``[num_rows, 2]``: the only tokens that a constrained row may get; −1 in rows
+    that may get any.
+    """
+
+
+NO_DEMANDS = Demands()
+
+
 class TokenPredictor:
     """Predicts tokens for rows of hidden states; the same on every rank."""
 
@@ -114,46 +144,24 @@ class TokenPredictor:
         hidden: torch.Tensor,
         settings: SamplingSettings,
         counters: Counters | None,
-        measures: Set[Measure],
-        num_logprobs: int | None = None,
-        biased: Sequence[BiasedRows] = (),
-        constrained: Sequence[ConstrainedRows] = (),
-        options: torch.Tensor | None = None,
+        wanted: Wanted,
+        demands: Demands = NO_DEMANDS,
     ) -> TokenStatistics:
         """Predict a token for each row of ``hidden`` ``[num_rows, hidden_size]``.
 
         Greedy where ``temperature`` is 0, else Gumbel-max sampling: LLaDA's argmax of
         exp(logits) / (-log u)^T is the argmax of logits + T · Gumbel noise.
 
-        Args:
-            counters: needed for sampling only.
-            measures: confidences wanted beside the probability.
-            num_logprobs: likeliest tokens whose log-probabilities are wanted, beside
-                the predicted one's; None: none.
-            biased: rows whose logits are changed before all else but log-probabilities,
-                which stay the model's.
-            constrained: none of the rows, or all, request by request.
-            options: ``[num_rows, 2]``: the only tokens that a constrained row may get;
-                −1 in rows that may get any.
+        ``counters``: needed for sampling only.
         """
-        least_rows = (
-            TILE_ROWS
-            if constrained or biased or settings.least_confident
-            else LEAST_ROWS
-        )
+        constrained = demands.constrained
+        changes_logits = constrained or demands.biased or settings.least_confident
+        least_rows = TILE_ROWS if changes_logits else LEAST_ROWS
         chunks = self._chunks(hidden, least_rows)
 
         def compute(number: int) -> _Chunk:
-            return _Chunk(
-                self,
-                hidden,
-                chunks[number],
-                settings,
-                counters,
-                biased,
-                constrained,
-                options,
-            )
+            rows = chunks[number]
+            return _Chunk(self, hidden, rows, settings, counters, demands)
 
         # Constraints read chunks twice; a single one is computed once. Others need not
         # outlive the next one's logits.
@@ -177,10 +185,7 @@ class TokenPredictor:
                 for response, best in zip(constrained, scores, strict=True)
             ]
             classes = on_device(np.concatenate(chosen), hidden.device)
-        parts = [
-            computed(number).statistics(measures, num_logprobs, classes)
-            for number in numbers
-        ]
+        parts = [computed(number).statistics(wanted, classes) for number in numbers]
         return parts[0] if len(parts) == 1 else TokenStatistics.concatenated(parts)
 
     def logits_at(
@@ -238,24 +243,22 @@ class _Chunk:
         rows: slice,
         settings: SamplingSettings,
         counters: Counters | None,
-        biased: Sequence[BiasedRows],
-        constrained: Sequence[ConstrainedRows],
-        options: torch.Tensor | None,
+        demands: Demands,
     ) -> None:
         """``rows``: those of the chunk. Other arguments as of ``predict``."""
         self.rows, self.settings, self.tp_group = rows, settings, predictor.tp_group
-        self.counters = (
-            None
-            if counters is None
-            else Counters(*(column[rows] for column in counters))
-        )
-        self.responses = [(response.within(rows), response) for response in constrained]
+        self.counters = None
+        if counters is not None:
+            self.counters = Counters(*(column[rows] for column in counters))
+        self.responses = [
+            (response.within(rows), response) for response in demands.constrained
+        ]
         """The rows of each constrained response that are in the chunk, counted from its
         first.
         """
-        self.options = None if options is None else options[rows]
+        self.options = None if demands.options is None else demands.options[rows]
         self.plain = predictor.compute_logits(hidden[rows])
-        changed = with_biases(self.plain, biased, rows)
+        changed = with_biases(self.plain, demands.biased, rows)
         self.is_biased = changed is not self.plain
         self.logits, self.first_token = changed
         self.sharded = self.tp_group.world_size > 1 and not settings.filters
@@ -320,17 +323,14 @@ class _Chunk:
 
     def statistics(
         self,
-        measures: Set[Measure],
-        num_logprobs: int | None,
+        wanted: Wanted,
         classes: torch.Tensor | None,
     ) -> TokenStatistics:
         """Predictions of the rows: of the best token, or with ``classes``, of all rows
         that are predicted, the best token of each row's class."""
-        mask_column, with_entropy, with_margin = (
-            self.mask_column,
-            "entropy" in measures,
-            "margin" in measures,
-        )
+        mask_column, num_logprobs = self.mask_column, wanted.num_logprobs
+        with_entropy = "entropy" in wanted.measures
+        with_margin = "margin" in wanted.measures
         unchanged = measured = (
             self.drawn_from[0] if self.settings.tempered else self.logits
         )

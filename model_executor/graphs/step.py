@@ -32,6 +32,7 @@ from dllm_engine.model_executor.unmasking.filling import (
     FillInputs,
     FillWork,
     Number,
+    RequestNumbers,
     fill,
 )
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, required
@@ -65,8 +66,10 @@ class FillingGraph:
         self.no_position = self.filler[[0, 3]]
         self.inputs = FillInputs(
             self.filler.repeat(1, size.num_candidates),
-            torch.zeros(
-                len(Number), rank.max_num_seqs + 1, dtype=torch.int64, device=device
+            RequestNumbers(
+                torch.zeros(
+                    len(Number), rank.max_num_seqs + 1, dtype=torch.int64, device=device
+                )
             ),
             torch.ones(size.num_candidates, device=device)
             if size.has_certainty
@@ -78,10 +81,8 @@ class FillingGraph:
         )
         self.store = store
         self.holds: BatchCandidates | None = None
-        self.numbers: np.ndarray | None = None
-        self.launch = lambda: fill(
-            rank.predictor, store, rank.end_tokens, size.work, self.inputs, self.hidden
-        )
+        self.numbers: RequestNumbers | None = None
+        self.launch = lambda: fill(rank, size.work, self.inputs, self.hidden)
         self.replay = record(self.launch)
 
     def fill_up(self) -> None:
@@ -89,7 +90,7 @@ class FillingGraph:
         table, request_numbers = self.inputs.table, self.inputs.numbers
         numbers = torch.arange(table.shape[1], device=table.device)
         requests = (numbers // self.inputs.width).clamp(
-            max=request_numbers.shape[1] - 1
+            max=request_numbers.table.shape[1] - 1
         )
         places = SPARE + 1 + numbers
         table.copy_(
@@ -109,37 +110,39 @@ class FillingGraph:
                 self.hidden
             )
         )
-        request_numbers.zero_()
-        request_numbers.view(torch.float64)[
-            [Number.VALUE, Number.OBSERVED, Number.EDITED]
-        ] = 0.5
-        request_numbers[[Number.GUARANTEED, Number.LEAST]] = 1
+        request_numbers.table.zero_()
+        for number in (Number.VALUE, Number.OBSERVED, Number.EDITED):
+            request_numbers[number].fill_(0.5)
+        for number in (Number.GUARANTEED, Number.LEAST):
+            request_numbers[number].fill_(1)
         self.store.masked[places] = True
         self.holds = self.numbers = None
 
     def __call__(
-        self, hidden: torch.Tensor, group: BatchCandidates, numbers: np.ndarray
+        self, hidden: torch.Tensor, group: BatchCandidates, numbers: RequestNumbers
     ) -> tuple[Filled, TokenStatistics]:
         """``hidden`` covers all rows of the batch. The statistics last until the next
         replay of any graph.
         """
         num_candidates, own = group.positions.numel(), self.inputs
         if self.holds is not group:
-            own.table[:, :num_candidates], own.table[:, num_candidates:] = (
-                group.table,
-                self.filler,
-            )
+            own.table[:, :num_candidates] = group.table
+            own.table[:, num_candidates:] = self.filler
             if own.certainty is not None:
                 own.certainty[:num_candidates] = required(group.certainty)
             if own.responses is not None:
                 places = required(group.responses)
-                (
-                    own.responses[:, : places.shape[1]],
-                    own.responses[:, places.shape[1] :],
-                ) = places, self.no_position
+                own.responses[:, : places.shape[1]] = places
+                own.responses[:, places.shape[1] :] = self.no_position
             self.holds = group
-        if self.numbers is None or not np.array_equal(self.numbers, numbers):
-            own.numbers[:, : numbers.shape[1]] = on_device(numbers, hidden.device)
+        is_new = self.numbers is None or not np.array_equal(
+            self.numbers.table, numbers.table
+        )
+        if is_new:
+            num_requests = numbers.table.shape[1]
+            own.numbers.table[:, :num_requests] = on_device(
+                numbers.table, hidden.device
+            )
             self.numbers = numbers
         torch.index_select(hidden, 0, own.table[4], out=self.hidden)
         filled, statistics = self.replay()
@@ -235,7 +238,7 @@ class StepGraphs:
         hidden: torch.Tensor,
         group: BatchCandidates,
         work: FillWork,
-        numbers: np.ndarray,
+        numbers: RequestNumbers,
     ) -> tuple[Filled, TokenStatistics] | None:
         """``fill`` of a group, whose rows are among those of ``hidden``; None: launch
         it. The statistics last until the next replay."""

@@ -27,12 +27,7 @@ def decide(
     for index in group.members:
         decision = canvases[index].decision
         assert decision is not None
-        asked.append(
-            (
-                slice(*group.bounds[index : index + 2].tolist()),
-                on_device(decision.columns, device),
-            )
-        )
+        asked.append((group.rows_of(index), on_device(decision.columns, device)))
     logits = on_host(predictor.logits_at(hidden, asked))
     parts = [np.empty((4, 0), np.int64)]
     failures: Failures = {}
@@ -40,14 +35,8 @@ def decide(
         group.members, asked, logits, strict=True
     ):
         try:
-            parts.append(
-                _commit(
-                    index,
-                    canvases[index],
-                    group.columns[2, rows],
-                    request_logits.astype(np.float64),
-                )
-            )
+            positions, wide = group.columns[2, rows], request_logits.astype(np.float64)
+            parts.append(_commit(index, canvases[index], positions, wide))
         except Exception as error:
             request_id = group.batch.request_ids[index]
             failures[request_id] = failure_of(request_id, error)
@@ -102,10 +91,10 @@ def _keep_logprobs(
         own = values[names == token].max()
         # Fewer tokens than asked for may follow; the rest stays out of sight as
         # repetitions of the first.
-        order = np.argsort(-values)[: kept.top.shape[1]]
-        order = np.append(order, np.repeat(order[:1], kept.top.shape[1] - len(order)))
-        kept.token[place], kept.rank[place] = float(own), 1 + int((values > own).sum())
-        kept.top_tokens[place], kept.top[place] = (
-            torch.from_numpy(names[order]),
-            torch.from_numpy(values[order]),
-        )
+        num_kept = kept.top.shape[1]
+        order = np.argsort(-values)[:num_kept]
+        order = np.append(order, np.repeat(order[:1], num_kept - len(order)))
+        kept.token[place] = float(own)
+        kept.rank[place] = 1 + int((values > own).sum())
+        kept.top_tokens[place] = torch.from_numpy(names[order])
+        kept.top[place] = torch.from_numpy(values[order])

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,11 +22,17 @@ from dllm_engine.decoding.unmasking_policies import (
 )
 from dllm_engine.kernels.sampling import NO_TOKEN, Counters, gumbel_of, uniform
 from dllm_engine.model_executor.candidates import UNFINISHED, BatchCandidates
-from dllm_engine.model_executor.canvas_store import CanvasStore
-from dllm_engine.model_executor.token_prediction import SamplingSettings, TokenPredictor
+from dllm_engine.model_executor.rank import Rank
+from dllm_engine.model_executor.token_prediction import (
+    NO_DEMANDS,
+    Demands,
+    SamplingSettings,
+    Wanted,
+)
 from dllm_engine.model_executor.transfer import on_host
-from dllm_engine.model_executor.unmasking.logits import BiasedRows, ConstrainedRows
 from dllm_engine.model_executor.unmasking.selection import (
+    Bounds,
+    Cells,
     Rule,
     drawn_below,
     first_of_all,
@@ -98,9 +104,7 @@ Choice = tuple[Measure, Rule]
 
 
 class Number(IntEnum):
-    """Rows of ``FillInputs.numbers``. Those after ``CHOICE`` are the bits of float64
-    numbers.
-    """
+    """Numbers of a request that filling in reads: rows of ``RequestNumbers``."""
 
     SEED = 0
     FORWARD = 1
@@ -138,6 +142,32 @@ _SWITCHED = (
 """Numbers that are 0 where a request does not use them."""
 _BOUNDS = (Number.OBSERVED, Number.EDITED)
 """Numbers that are infinite where a request does not use them."""
+_FLOATS = frozenset((Number.VALUE, Number.ALG_TEMP, *_BOUNDS))
+"""Numbers that are float64."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestNumbers:
+    """Numbers of the requests of a batch, on the host or the device. They are one int64
+    table, so that one copy takes them to the device; those of ``_FLOATS`` are there by
+    their bits.
+    """
+
+    table: Any
+    """int64 ``[len(Number), num_requests]``: an array or a tensor."""
+
+    @classmethod
+    def zeros(cls, num_requests: int) -> "RequestNumbers":
+        """On the host."""
+        return cls(np.zeros((len(Number), num_requests), dtype=np.int64))
+
+    def __getitem__(self, number: Number) -> Any:
+        """A number of each request, a view of the table."""
+        row = self.table[number]
+        if number not in _FLOATS:
+            return row
+        is_array = isinstance(row, np.ndarray)
+        return row.view(np.float64 if is_array else torch.float64)
 
 
 class FillWork(NamedTuple):
@@ -147,16 +177,15 @@ class FillWork(NamedTuple):
 
     settings: SamplingSettings
     choices: tuple[Choice, ...]
-    measures: frozenset[Measure]
-    """Measures of all requests, also of those that a guide fills."""
-    num_logprobs: int | None
+    wanted: Wanted
+    """With the measures of all requests, also of those that a guide fills."""
     uses: frozenset[Number]
     """Numbers that some request has."""
 
     @property
     def draws_positions(self) -> bool:
         """True if a choice needs a random number of each position."""
-        return "noise" in self.measures or Number.ALG_TEMP in self.uses
+        return "noise" in self.wanted.measures or Number.ALG_TEMP in self.uses
 
 
 @dataclass
@@ -167,8 +196,7 @@ class FillInputs:
 
     table: torch.Tensor
     """int64 ``[6, num_candidates]``"""
-    numbers: torch.Tensor
-    """int64 ``[len(Number), num_requests]``"""
+    numbers: RequestNumbers
     certainty: torch.Tensor | None
     """float32 ``[num_candidates]``"""
     responses: torch.Tensor | None
@@ -178,43 +206,43 @@ class FillInputs:
 
 def fill_work(
     group: BatchCandidates, plans: Sequence[StepPlan]
-) -> tuple[FillWork, np.ndarray]:
+) -> tuple[FillWork, RequestNumbers]:
     """The work of a step's plans, in batch order, for candidates of equal settings, and
-    ``FillInputs.numbers`` on the host."""
+    the numbers of its requests on the host."""
     canvases = group.batch.canvases
     specs = [canvas.spec for canvas in canvases]
-    numbers = np.zeros((len(Number), len(plans)), dtype=np.int64)
-    floats = numbers.view(np.float64)
-    numbers[Number.CHOICE], floats[list(_BOUNDS)] = -1, np.inf
+    numbers = RequestNumbers.zeros(len(plans))
+    rows = [numbers[number] for number in Number]
+    rows[Number.CHOICE].fill(-1)
+    for number in _BOUNDS:
+        rows[number].fill(np.inf)
     choices: dict[Choice, int] = {}
     for i in group.members:
         spec, quota = specs[i], plans[i].quota
         if spec.guidance is None:
-            rule, floats[Number.VALUE, i] = _rule(quota, spec.unmasking.policy)
+            rule, rows[Number.VALUE][i] = _rule(quota, spec.unmasking.policy)
             choice = spec.unmasking.policy.measures, rule
-            numbers[Number.CHOICE, i] = choices.setdefault(choice, len(choices))
+            rows[Number.CHOICE][i] = choices.setdefault(choice, len(choices))
         if quota.first_needed and canvases[i].known[quota.candidates.start] < 0:
-            numbers[Number.GUARANTEED, i] = 1
+            rows[Number.GUARANTEED][i] = 1
         elif quota.guaranteed is not None:
-            numbers[Number.GUARANTEED, i] = (
-                quota.guaranteed.stop - quota.candidates.start
-            )
+            inside = quota.guaranteed.stop - quota.candidates.start
+            rows[Number.GUARANTEED][i] = inside
         if quota.parallel is not None:
             may_pass_none = PARALLEL_RULES[quota.parallel.kind].may_pass_none
-            numbers[Number.LEAST, i] = (
-                quota.least if may_pass_none else max(quota.least, 1)
-            )
-        numbers[Number.ENOUGH, i] = quota.enough if quota.enough > 2 else 0
-        numbers[Number.DELAYS_EOS, i] = spec.ends.delay_eos
-        floats[Number.ALG_TEMP, i] = spec.unmasking.alg_temp
+            least = quota.least if may_pass_none else max(quota.least, 1)
+            rows[Number.LEAST][i] = least
+        rows[Number.ENOUGH][i] = quota.enough if quota.enough > 2 else 0
+        rows[Number.DELAYS_EOS][i] = spec.ends.delay_eos
+        rows[Number.ALG_TEMP][i] = spec.unmasking.alg_temp
         if quota.observed is not None:
-            floats[Number.OBSERVED, i] = quota.observed
+            rows[Number.OBSERVED][i] = quota.observed
         if spec.unmasking.edit_threshold is not None:
-            floats[Number.EDITED, i] = spec.unmasking.edit_threshold
-            numbers[Number.BEGINS_DECIDED, i] = plans[i].post_step > 0
-    uses = {number for number in _SWITCHED if numbers[number].any()}
-    uses.update(number for number in _BOUNDS if (floats[number] < np.inf).any())
-    if len(choices) > 1 or (numbers[Number.CHOICE, group.members] < 0).any():
+            rows[Number.EDITED][i] = spec.unmasking.edit_threshold
+            rows[Number.BEGINS_DECIDED][i] = plans[i].post_step > 0
+    uses = {number for number in _SWITCHED if rows[number].any()}
+    uses.update(number for number in _BOUNDS if (rows[number] < np.inf).any())
+    if len(choices) > 1 or (rows[Number.CHOICE][group.members] < 0).any():
         uses.add(Number.CHOICE)
     members = [specs[i] for i in group.members]
     measures = frozenset(spec.unmasking.policy.measures for spec in members)
@@ -224,135 +252,123 @@ def fill_work(
         if spec.reports.num_logprobs_kept is not None
     ]
     settings = canvases[group.members[0]].settings
-    work = FillWork(
-        settings, tuple(choices), measures, max(kept, default=None), frozenset(uses)
-    )
+    wanted = Wanted(measures, max(kept, default=None))
+    work = FillWork(settings, tuple(choices), wanted, frozenset(uses))
     if work.draws_positions or settings.temperature > 0:
-        numbers[Number.SEED] = [canvas.seed for canvas in canvases]
-        numbers[Number.FORWARD] = [plan.forward for plan in plans]
+        rows[Number.SEED][:] = [canvas.seed for canvas in canvases]
+        rows[Number.FORWARD][:] = [plan.forward for plan in plans]
     return work, numbers
 
 
 def fill(
-    predictor: TokenPredictor,
-    store: CanvasStore,
-    end_tokens: torch.Tensor,
+    rank: Rank,
     work: FillWork,
     inputs: FillInputs,
     hidden: torch.Tensor,
-    biased: Sequence[BiasedRows] = (),
-    constrained: Sequence[ConstrainedRows] = (),
+    demands: Demands = NO_DEMANDS,
 ) -> tuple[Filled, TokenStatistics]:
     """Predict the candidates whose rows are ``hidden`` ``[num_candidates,
     hidden_size]``, and unmask the plans' quotas of those that are still masked."""
-    requests, offsets, positions, places, _, flags = inputs.table.unbind()
-    numbers, floats, uses = (
-        inputs.numbers,
-        inputs.numbers.view(torch.float64),
-        work.uses,
-    )
+    requests, _, positions, places, _, flags = inputs.table.unbind()
+    store, numbers, edits = rank.store, inputs.numbers, Number.EDITED in work.uses
+    masked, tokens = store.masked[places], store.tokens[places]
     counters = None
     if work.draws_positions or work.settings.temperature > 0:
-        counters = Counters(
-            numbers[Number.SEED][requests], numbers[Number.FORWARD][requests], positions
-        )
-    masked, stays = store.masked[places], store.tokens[places]
-    options = None
-    if constrained and Number.EDITED in uses:
-        # A decided token stays or gives way, whatever lets the whole text match.
-        free = predictor.predict(
-            hidden, work.settings, counters, frozenset(), biased=biased
-        )
-        surer = free.probability > floats[Number.EDITED].float()[requests]
-        options = torch.stack(
-            (stays, torch.where(surer, free.token, stays)), dim=1
-        ).masked_fill(masked[:, None], -1)
-    statistics = predictor.predict(
-        hidden,
-        work.settings,
-        counters,
-        work.measures,
-        num_logprobs=work.num_logprobs,
-        biased=biased,
-        constrained=constrained,
-        options=options,
+        seeds, forwards = numbers[Number.SEED], numbers[Number.FORWARD]
+        counters = Counters(seeds[requests], forwards[requests], positions)
+    if edits:
+        surer_than = numbers[Number.EDITED].float()[requests]
+        if demands.constrained:
+            # A decided token stays or gives way, whatever lets the whole text match.
+            free = rank.predictor.predict(
+                hidden, work.settings, counters, Wanted(), Demands(demands.biased)
+            )
+            gives_way = free.probability > surer_than
+            others = torch.where(gives_way, free.token, tokens)
+            options = torch.stack((tokens, others), dim=1)
+            options = options.masked_fill(masked[:, None], -1)
+            demands = demands._replace(options=options)
+    statistics = rank.predictor.predict(
+        hidden, work.settings, counters, work.wanted, demands
     )
     if work.draws_positions and counters is not None:
         no_token = torch.full_like(positions, NO_TOKEN)
         statistics.noise = uniform(*counters, no_token)
     barred = flags > 0
     if inputs.responses is not None:
-        statistics.held_back = _held_back(store, end_tokens, inputs, statistics.token)
+        statistics.held_back = _held_back(rank, inputs, statistics.token)
         barred = barred | statistics.held_back
-    chosen = torch.zeros_like(barred)
-    if Number.EDITED in uses:
-        due = numbers[Number.BEGINS_DECIDED].index_add(0, requests, masked.long()) > 0
-        chosen = ~masked & ~barred & due[requests] & (statistics.token != stays)
-        if options is None:
-            chosen &= statistics.probability > floats[Number.EDITED].float()[requests]
+    written, edited = masked, None
+    if edits:
+        begun = numbers[Number.BEGINS_DECIDED]
+        due = begun.index_add(0, requests, masked.long()) > 0
+        edited = ~masked & ~barred & due[requests] & (statistics.token != tokens)
+        if not demands.constrained:
+            edited &= statistics.probability > surer_than
+        written = masked | edited
     # A step that runs ahead predicts some that are decided by now.
-    statistics.written = (masked | chosen) & (flags & UNFINISHED == 0)
-    barred = barred | ~masked
-    guaranteed, least, enough = (
-        numbers[number] if number in uses else None
-        for number in (Number.GUARANTEED, Number.LEAST, Number.ENOUGH)
+    statistics.written = written & (flags & UNFINISHED == 0)
+    chosen = _choose(work, inputs, statistics, barred | ~masked)
+    if edited is not None:
+        chosen |= edited
+    store.fill(places, statistics.token, chosen)
+    outcome = chosen.long() * CHOSEN
+    if Number.OBSERVED in work.uses:
+        bounds = numbers[Number.OBSERVED].float()[requests]
+        is_observed = (statistics.probability >= bounds) & (flags == 0)
+        outcome = outcome + is_observed.long() * OBSERVED
+    # A NaN or an infinity among a row's logits makes every probability of the row NaN.
+    outcome = outcome.masked_fill(statistics.probability.isnan(), NOT_FINITE)
+    return torch.stack((requests, positions, statistics.token, outcome)), statistics
+
+
+def _choose(
+    work: FillWork,
+    inputs: FillInputs,
+    statistics: TokenStatistics,
+    barred: torch.Tensor,
+) -> torch.Tensor:
+    """The candidates that a step fills, of those that are not ``barred``; bool
+    ``[num_candidates]``.
+    """
+    requests, offsets = inputs.table[0], inputs.table[1]
+    numbers, uses = inputs.numbers, work.uses
+    bounds = Bounds(
+        *(
+            numbers[number] if number in uses else None
+            for number in (Number.GUARANTEED, Number.LEAST, Number.ENOUGH)
+        )
     )
-    for number, (measure, rule) in enumerate(work.choices):
+    chosen = torch.zeros_like(barred)
+    for choice, (measure, rule) in enumerate(work.choices):
         confidence = statistics.confidence(measure, offsets)
         if inputs.certainty is not None:
             confidence = confidence * inputs.certainty
         if Number.ALG_TEMP in uses:
             # The largest of them are draws without replacement from the softmax of
             # confidences over temperatures.
-            confidence = confidence + floats[Number.ALG_TEMP][requests] * gumbel_of(
-                required(statistics.noise)
-            )
-        others = (
-            barred | (numbers[Number.CHOICE][requests] != number)
-            if Number.CHOICE in uses
-            else barred
-        )
+            gumbel = gumbel_of(required(statistics.noise))
+            confidence = confidence + numbers[Number.ALG_TEMP][requests] * gumbel
+        others = barred
+        if Number.CHOICE in uses:
+            others = barred | (numbers[Number.CHOICE][requests] != choice)
         confidence = confidence.masked_fill(others, -torch.inf)
-        values = floats[Number.VALUE].to(confidence.dtype)
-        chosen |= select(
-            rule,
-            confidence,
-            requests,
-            offsets,
-            values,
-            inputs.width,
-            guaranteed,
-            least,
-            enough,
-        )
-    store.fill(places, statistics.token, chosen)
-    outcome = chosen * CHOSEN
-    if Number.OBSERVED in uses:
-        bounds = floats[Number.OBSERVED].float()[requests]
-        outcome = (
-            outcome + ((statistics.probability >= bounds) & (flags == 0)) * OBSERVED
-        )
-    # A NaN or an infinity among a row's logits makes every probability of the row NaN.
-    outcome = outcome.long().masked_fill(statistics.probability.isnan(), NOT_FINITE)
-    return torch.stack((requests, positions, statistics.token, outcome)), statistics
+        values = numbers[Number.VALUE].to(confidence.dtype)
+        cells = Cells(requests, offsets, inputs.width)
+        chosen |= select(rule, confidence, cells, values, bounds)
+    return chosen
 
 
-def _held_back(
-    store: CanvasStore,
-    end_tokens: torch.Tensor,
-    inputs: FillInputs,
-    tokens: torch.Tensor,
-) -> torch.Tensor:
+def _held_back(rank: Rank, inputs: FillInputs, tokens: torch.Tensor) -> torch.Tensor:
     """Predicted end tokens after a masked position, while the response has none, where
     the request delays them; bool ``[num_candidates]``."""
     owners, places = required(inputs.responses)
     delays = inputs.numbers[Number.DELAYS_EOS]
-    ends = torch.isin(store.tokens[places], end_tokens)
-    delayed = (delays > 0) & (
-        torch.zeros_like(delays).index_add_(0, owners, ends.long()) == 0
-    )
-    after_mask = store.masked[inputs.table[3] - 1]
-    return torch.isin(tokens, end_tokens) & after_mask & delayed[inputs.table[0]]
+    ends = torch.isin(rank.store.tokens[places], rank.end_tokens)
+    num_ends = torch.zeros_like(delays).index_add_(0, owners, ends.long())
+    delayed = (delays > 0) & (num_ends == 0)
+    after_mask = rank.store.masked[inputs.table[3] - 1]
+    return torch.isin(tokens, rank.end_tokens) & after_mask & delayed[inputs.table[0]]
 
 
 def _rule(quota: UnmaskQuota, policy: UnmaskingPolicy) -> tuple[Rule, float]:

@@ -4,6 +4,7 @@ count, or a draw per position.
 
 from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -32,33 +33,48 @@ the value.
 """
 
 
+class Cells(NamedTuple):
+    """Cells of candidates in a table with a row per request."""
+
+    requests: torch.Tensor
+    """int64 ``[num_candidates]``"""
+    offsets: torch.Tensor
+    """int64 ``[num_candidates]``: column, which is unique within the request and
+    ascends with the position.
+    """
+    width: int
+    """Number of columns."""
+
+
+class Bounds(NamedTuple):
+    """How many candidates are chosen whatever a rule says, int64 ``[num_requests]``
+    each; None where no request has such a bound.
+    """
+
+    guaranteed: torch.Tensor | None = None
+    """At least the most confident candidate with an offset below it is chosen."""
+    least: torch.Tensor | None = None
+    """At least so many are chosen, the most confident."""
+    enough: torch.Tensor | None = None
+    """If the rule chooses fewer, only the most confident candidate is chosen."""
+
+
 def select(
     rule: Rule,
     confidence: torch.Tensor,
-    requests: torch.Tensor,
-    offsets: torch.Tensor,
+    cells: Cells,
     values: torch.Tensor,
-    width: int,
-    guaranteed: torch.Tensor | None = None,
-    least: torch.Tensor | None = None,
-    enough: torch.Tensor | None = None,
+    bounds: Bounds,
 ) -> torch.Tensor:
     """Choose candidates of each request by ``rule``, among equally confident ones the
     first: bool ``[num_candidates]``.
 
     Args:
         confidence: ``[num_candidates]``; −∞ for a candidate that must not be chosen.
-        requests, offsets: int64 ``[num_candidates]``; number of the request, and a
-            number below ``width`` that is unique within the request and ascends with
-            the position.
         values: of the rule, ``[num_requests]``.
-        guaranteed: int64 ``[num_requests]``; at least the most confident candidate with
-            ``offsets`` below it is chosen.
-        least: int64 ``[num_requests]``; at least so many are chosen, the most
-            confident.
-        enough: int64 ``[num_requests]``; if the rule chooses fewer, only the most
-            confident candidate is chosen.
     """
+    requests, offsets, width = cells
+    guaranteed, least, enough = bounds
     table = confidence.new_empty(values.shape[0], width).fill_(-torch.inf)
     table[requests, offsets] = confidence
     # What else is in the table must not matter, so that a request gets the same tokens

@@ -7,6 +7,8 @@ import torch
 
 from dllm_engine.decoding.unmasking_policies import PARALLEL_RULES
 from dllm_engine.model_executor.unmasking.selection import (
+    Bounds,
+    Cells,
     drawn_below,
     first_of_all,
     parallel_rule,
@@ -27,11 +29,9 @@ def pick(
     chosen = select(
         OTHERS.get(rule) or parallel_rule(rule),
         table.flatten(),
-        requests,
-        offsets,
+        Cells(requests, offsets, table.shape[1]),
         torch.tensor(values),
-        table.shape[1],
-        least=least,
+        Bounds(least=least),
     )
     return [
         of_request.nonzero()[:, 0].tolist() for of_request in chosen.view(table.shape)

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 from dllm_engine import DiffusionParams
+from dllm_engine.model_executor import model_runner
 from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs
 from tests.support.engines import (
     assert_nothing_left,
@@ -51,18 +52,17 @@ def answer(output):
     return (list(own.token_ids), figures), own.diffusion.committed_logprobs + numbers
 
 
-def count_runs(runner, monkeypatch):
+def count_runs(monkeypatch):
     """A list that grows by the number of steps of each run of steps without a look at
     the device.
     """
-    run, lengths = runner.denoiser.run, []
+    outcomes_of, lengths = model_runner.outcomes_of, []
 
-    def counted(candidates, layer_pass, steps):
-        ran = run(candidates, layer_pass, steps)
-        lengths.append(len(ran.outcomes))
-        return ran
+    def counted(filled, *args):
+        lengths.append(len(filled))
+        return outcomes_of(filled, *args)
 
-    monkeypatch.setattr(runner.denoiser, "run", counted)
+    monkeypatch.setattr(model_runner, "outcomes_of", counted)
     return lengths
 
 
@@ -103,13 +103,18 @@ def test_between_its_steps_no_device_is_waited_for(
     runner = runner_of(llm)
     if recorded and method != "none":
         record_steps(runner, monkeypatch)
-    step, lengths = runner.denoiser._step, count_runs(runner, monkeypatch)
+    lengths = count_runs(monkeypatch)
 
-    def watched(*args):
-        with ForbidDeviceSync():
-            return step(*args)
+    def watched(stage):
+        def run(*args):
+            with ForbidDeviceSync():
+                return stage(*args)
 
-    monkeypatch.setattr(runner.denoiser, "_step", watched)
+        return run
+
+    for name in ("forward", "predict_and_unmask"):
+        stage = getattr(runner.denoiser, name)
+        monkeypatch.setattr(runner.denoiser, name, watched(stage))
     for output, (own, logprobs) in zip(
         generate(llm, prompts, params), expected, strict=True
     ):
@@ -142,7 +147,7 @@ def test_steps_of_a_rule_run_ahead_at_the_pace_of_the_last(engine, monkeypatch, 
     ]
     expected = generate(llm, PROMPTS, params)
     set_steps_per_dispatch(llm, 8, monkeypatch)
-    lengths = count_runs(runner_of(llm), monkeypatch)
+    lengths = count_runs(monkeypatch)
     for prompts, wanted in (
         [PROMPTS, range(4)],
         [PROMPTS[1:2], [1]],

@@ -14,8 +14,10 @@ from dllm_engine.model_executor import head_chunks
 from dllm_engine.model_executor.models.decoder import VocabularyShard
 from dllm_engine.model_executor.token_prediction import (
     GREEDY,
+    Demands,
     SamplingSettings,
     TokenPredictor,
+    Wanted,
 )
 from dllm_engine.model_executor.unmasking.logits import BiasedRows, best_of_class
 from tests.support.engines import generate, runner_of
@@ -42,6 +44,9 @@ def predictor_of() -> TokenPredictor:
     )
 
 
+WANTED = Wanted({"entropy", "margin"}, num_logprobs=4)
+
+
 def counters(rows: int) -> Counters:
     return Counters(
         torch.full((rows,), 5), torch.full((rows,), 3), torch.arange(rows) + 20
@@ -50,9 +55,7 @@ def counters(rows: int) -> Counters:
 
 def predict(logits: torch.Tensor, settings: SamplingSettings, *, predictor=None):
     predictor = predictor_of() if predictor is None else predictor
-    return predictor.predict(
-        logits, settings, counters(len(logits)), {"entropy", "margin"}, num_logprobs=4
-    )
+    return predictor.predict(logits, settings, counters(len(logits)), WANTED)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -141,9 +144,8 @@ def test_biases_are_added_to_all_but_log_probabilities(
         logits,
         settings,
         counters(9),
-        {"entropy", "margin"},
-        num_logprobs=4,
-        biased=biased,
+        WANTED,
+        Demands(biased),
     )
     assert_same(got, expected, *STATISTICS)
     torch.testing.assert_close(
