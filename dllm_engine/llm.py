@@ -4,13 +4,15 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import vllm
 from pydantic import ValidationError
 from vllm.engine.arg_utils import EngineArgs
 
 from dllm_engine.checkpoints import check_start
+from dllm_engine.decisions.answering import Questions, answer_all, as_messages
+from dllm_engine.decisions.questions import Answer
 from dllm_engine.decisions.requests import (
     TOP_K,
     DecisionOutput,
@@ -57,6 +59,10 @@ class LLM(vllm.LLM):
         max_automaton_states: int = 4096,
         max_automaton_seconds: float = 30.0,
         max_automaton_search: int = 1 << 24,
+        decision_way: Literal["auto", "marks", "labels"] = "auto",
+        decision_template: str | None = None,
+        decision_joint: bool = False,
+        decision_calibration: str | None = None,
         request_defaults: dict[str, Any] | None = None,
         trace: bool = False,
         **kwargs: Any,
@@ -204,6 +210,12 @@ class LLM(vllm.LLM):
             for one_size_each in choices
         ]
 
+    @overload
+    def decide(
+        self, prompts: str | Sequence[Any], fields: Questions
+    ) -> list[list[Answer]]: ...
+
+    @overload
     def decide(
         self,
         prompts: str | Sequence[Any],
@@ -212,16 +224,27 @@ class LLM(vllm.LLM):
         template: str | None = None,
         passes: int = 1,
         top_k: int = TOP_K,
-    ) -> list[DecisionOutput]:
-        """Decide typed fields of each prompt together, with the probabilities that the
-        model gives their values.
+    ) -> list[DecisionOutput]: ...
+
+    def decide(
+        self,
+        prompts: str | Sequence[Any],
+        fields: Mapping[str, Any] | Questions,
+        *,
+        template: str | None = None,
+        passes: int = 1,
+        top_k: int = TOP_K,
+    ) -> list[DecisionOutput] | list[list[Answer]]:
+        """Decide typed fields of each prompt together, or answer questions about it,
+        with the probabilities that the model gives their values.
 
         Args:
             prompts: a text, or several prompts, each as for ``generate``, or messages
                 as for ``chat``.
             fields: by name ``bool``, a ``range``, a list of choices, a compiled regular
                 expression that the whole value matches, or a JSON schema of one; or a
-                JSON schema of an object with all of them.
+                JSON schema of an object with all of them. Or ``Questions``, which
+                need none of the arguments below; their answers are a list per prompt.
             template: the response, with ``{name}`` for each field; unset: a JSON object
                 with all of them.
             passes: the most forward passes. Each but the last commits the fields that
@@ -232,6 +255,10 @@ class LLM(vllm.LLM):
             ValueError: a field that a decision cannot have, by name, and what
             ``generate`` refuses.
         """
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if isinstance(fields, Questions):
+            inputs = [as_messages(prompt) for prompt in prompts]
+            return answer_all(self, [(each, fields) for each in inputs])
         vllm_config = self.llm_engine.vllm_config
         params = decision_params(
             schema_of(fields),
@@ -241,7 +268,6 @@ class LLM(vllm.LLM):
             passes=passes,
             top_k=top_k,
         )
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         return [DecisionOutput.of(output) for output in self._answered(prompts, params)]
 
     def _answered(self, prompts: list[Any], params: Any) -> list[vllm.RequestOutput]:

@@ -171,6 +171,17 @@ class EngineOptions(BaseModel):
     """The most that a step may search of such an automaton: its size × the positions
     that are searched at once
     (see Structured output). Bounds what a decision may compute, too (see Decisions)."""
+    decision_way: Literal["auto", "marks", "labels"] = "auto"
+    """What a model answers questions with: a letter for each option, or the labels
+    spelled out. ``"auto"``: as the template of its questions says."""
+    decision_template: str | None = None
+    """File with the words of questions, a Jinja template (see Decisions). None: the
+    checkpoint's ``decision_template.jinja``, else the one of this package."""
+    decision_joint: bool = False
+    """Answer all questions of a request in one canvas, where each sees the others."""
+    decision_calibration: str | None = None
+    """File of ``dllm calibrate``, by which the answers to questions are corrected.
+    None: they are the model's own."""
     trace: bool = False
     """Record for each forward pass which positions were unmasked and computed."""
     playground: bool = True

@@ -38,6 +38,7 @@ from dllm_engine.model_executor.unmasking.logits import (
     ConstrainedRows,
     best_of_class,
     class_maxima,
+    log_totals,
     token_logprobs,
     with_biases,
 )
@@ -188,25 +189,28 @@ class TokenPredictor:
         parts = [computed(number).statistics(wanted, classes) for number in numbers]
         return parts[0] if len(parts) == 1 else TokenStatistics.concatenated(parts)
 
-    def logits_at(
+    def logprobs_at(
         self, hidden: torch.Tensor, asked: Sequence[tuple[slice, torch.Tensor]]
     ) -> list[torch.Tensor]:
-        """Logits of some rows at some tokens, int64 ``[num_tokens]``: float32
-        ``[num_rows, num_tokens]`` for each pair that is ``asked``."""
+        """Log-probabilities of some tokens, int64 ``[num_tokens]``, at some rows, under
+        the plain softmax of the rows' logits: float32 ``[num_rows, num_tokens]`` for
+        each pair that is ``asked``.
+        """
         parts: list[list[torch.Tensor]] = [[] for _ in asked]
         for chunk in self._chunks(hidden):
             logits, first_token = self.compute_logits(hidden[chunk])
+            totals = log_totals(logits, self.tp_group)
             for part, (rows, tokens) in zip(parts, asked, strict=True):
-                own = logits[
-                    max(rows.start - chunk.start, 0) : max(rows.stop - chunk.start, 0)
-                ]
+                own = slice(
+                    max(rows.start - chunk.start, 0), max(rows.stop - chunk.start, 0)
+                )
                 columns = tokens - first_token
                 elsewhere = (columns < 0) | (columns >= logits.shape[1])
-                values = own[:, columns.clamp(0, logits.shape[1] - 1)].float()
+                values = logits[own][:, columns.clamp(0, logits.shape[1] - 1)].float()
                 values = gather_from_ranks(
                     values.masked_fill(elsewhere, -torch.inf), self.tp_group
                 )
-                part.append(values.amax(dim=0))
+                part.append(values.amax(dim=0) - totals[own, None])
         return [torch.cat(part) for part in parts]
 
     def logprobs_of(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

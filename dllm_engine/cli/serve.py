@@ -57,6 +57,8 @@ def add_arguments(parser: CommandParser) -> None:
         EngineOptions,
         ("refresh_ratio", "steps_per_dispatch", "lora_path", *limits),
     )
+    decisions = ("way", "template", "joint", "calibration")
+    add_options(other, EngineOptions, [f"decision_{name}" for name in decisions])
     add_options(
         other, EngineOptions, ("cuda_graphs", "batch_invariant", "trace", "playground")
     )

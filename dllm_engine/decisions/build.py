@@ -349,6 +349,40 @@ class Spelling:
         return self._automata[grammar]
 
 
+def choice_decision(
+    literals: Sequence[Sequence[int]],
+    options: Sequence[Sequence[Sequence[Sequence[int]]]],
+    max_search: int,
+) -> Decision:
+    """The decision between options that are tokenized already. The values of each field
+    are the numbers of its options.
+
+    Args:
+        literals: tokens before each field, and behind the last.
+        options: of each field, the ways to spell each of its options.
+
+    Raises:
+        ValueError: the options have too many tokens.
+    """
+    builder = GraphBuilder()
+    for field, (literal, spellings) in enumerate(zip(literals, options, strict=False)):
+        builder.literal(literal)
+        numbers = [i for i, each in enumerate(spellings) for _ in each]
+        spelled = [tokens for each in spellings for tokens in each]
+        builder.choices(field, spelled, numbers)
+    builder.literal(literals[-1])
+    is_large = builder.longest * builder.num_edges > _BUILT_AT_ONCE * max_search
+    if is_large or (graph := builder.graph()).size > max_search // _SUM_COST:
+        raise ValueError(
+            f"the labels have {builder.num_edges} tokens at up to {builder.longest} "
+            f"positions, too many for max_automaton_search={max_search}; give fewer or "
+            f"shorter ones, ask with marks (decision_way), or raise it"
+        )
+    names = [str(number) for number in range(len(options))]
+    values = [range(len(each)) for each in options]
+    return Decision(graph, names, values, [], 1, [False] * len(names), 0)
+
+
 class GraphBuilder:
     """Edges of a graph, piece by piece."""
 
@@ -373,8 +407,15 @@ class GraphBuilder:
         if tokens:
             self.choices(LITERAL, [tokens])
 
-    def choices(self, field: int, choices: Sequence[Sequence[int]]) -> None:
-        """Raises ``ValueError`` for a choice without tokens."""
+    def choices(
+        self,
+        field: int,
+        choices: Sequence[Sequence[int]],
+        numbers: Sequence[int] | None = None,
+    ) -> None:
+        """Add the tokens of each choice, at least one. ``numbers``: of the choices,
+        where one is spelled in several ways; unset: they are counted.
+        """
         self.longest += max(map(len, choices))
         end, rows = self._new_state(), []
         seconds = [self._new_state() if len(tokens) > 1 else end for tokens in choices]
@@ -386,11 +427,16 @@ class GraphBuilder:
                 target = self._new_state() if left else end
                 rows.append((source, token, target))
                 source = target
-        numbers = LITERAL if field == LITERAL else np.arange(len(choices))
+        if numbers is None:
+            numbers = range(len(choices))
         firsts = [tokens[0] for tokens in choices]
         self._add(
             edges_between(
-                np.array(self.ends)[:, None], firsts, seconds, field, numbers
+                np.array(self.ends)[:, None],
+                firsts,
+                seconds,
+                field,
+                LITERAL if field == LITERAL else np.array(numbers),
             ).ravel()
         )
         if rows:

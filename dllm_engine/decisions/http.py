@@ -1,4 +1,4 @@
-"""Decisions over HTTP: ``/v1/decisions``, and OpenAI's ``response_format`` with
+"""Decisions of fields over HTTP: ``/v1/decisions``, and OpenAI's ``response_format`` with
 ``logprobs``, which is a decision where its JSON schema has the fields of one."""
 
 import time
@@ -7,7 +7,6 @@ from typing import Any
 from fastapi import Request
 from pydantic import Field
 from starlette.responses import JSONResponse
-from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
 from vllm.exceptions import GenerationError, RetryableRequestError
 from vllm.utils import random_uuid
 
@@ -24,7 +23,6 @@ from dllm_engine.request_options.sampling_params import DECISION, InvalidRequest
 from dllm_engine.structured_output.requests import reading
 from dllm_engine.vllm_hooks.server.prompts import PromptRequest, prompt_tokens
 
-ROUTE = "/v1/decisions"
 MOST_VALUES = 100
 _GENERATES = "temperature min_tokens logit_bias ignore_eos stop_token_ids structured_outputs tools stream".split()
 """Fields of a request that only generation has, or that a decision refuses."""
@@ -42,62 +40,56 @@ class DecisionRequest(PromptRequest):
     stream: bool = False
 
 
-def add_route(app: Any) -> None:
-    """Serve ``/v1/decisions`` from a FastAPI ``app`` of vLLM's."""
-
-    async def create_decision(
-        request: DecisionRequest, raw_request: Request
-    ) -> JSONResponse:
-        state = raw_request.app.state
-        if request.stream:
-            raise InvalidRequestError(
-                "stream: all fields of a decision come at once; leave it unset"
-            )
-        engine = state.engine_client
-        tokenizer = state.openai_serving_completion.renderer.tokenizer
-        prompt = await prompt_tokens(request, state)
-        settings = request.model_dump(include={"template", "passes", "top_k"})
-        params = await decision_params_when_built(
-            request.fields, tokenizer, engine.vllm_config, **settings
+async def create_decision(
+    request: DecisionRequest, raw_request: Request
+) -> JSONResponse:
+    """Answer a body with ``fields``."""
+    state = raw_request.app.state
+    if request.stream:
+        raise InvalidRequestError(
+            "stream: all fields of a decision come at once; leave it unset"
         )
-        request_id = f"decision-{random_uuid()}"
-        results = engine.generate(
-            {"prompt_token_ids": prompt}, params, request_id, priority=request.priority
-        )
-        (output,) = [result async for result in results]
-        if output.outputs[0].finish_reason == "abort":
-            raise RetryableRequestError(
-                "the server ended the request before its decision was complete; send "
-                "it again"
-            )
-        decision = DecisionOutput.of(output)
-        if decision.figures.error is not None:
-            raise GenerationError(decision.figures.error)
-        num_prompt, num_tokens = len(prompt), len(output.outputs[0].token_ids)
-        usage = {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_tokens,
-            "total_tokens": num_prompt + num_tokens,
-        }
-        figures = decision.figures.to_json()
-        fields = figures.pop("decision")
-        figures.pop("trace", None)  # a body cannot ask for it
-        body = {
-            "id": request_id,
-            "object": "decision",
-            "created": int(time.time()),
-            "model": request.model or state.openai_serving_models.model_name(),
-            "values": decision.values,
-            "fields": fields,
-            "text": decision.text,
-            "usage": usage,
-            "diffusion": figures,
-        }
-        return JSONResponse(body)
-
-    app.add_api_route(
-        ROUTE, with_cancellation(load_aware_call(create_decision)), methods=["POST"]
+    engine = state.engine_client
+    tokenizer = state.openai_serving_completion.renderer.tokenizer
+    prompt = await prompt_tokens(request, state)
+    settings = request.model_dump(include={"template", "passes", "top_k"})
+    params = await decision_params_when_built(
+        request.fields, tokenizer, engine.vllm_config, **settings
     )
+    request_id = f"decision-{random_uuid()}"
+    results = engine.generate(
+        {"prompt_token_ids": prompt}, params, request_id, priority=request.priority
+    )
+    (output,) = [result async for result in results]
+    if output.outputs[0].finish_reason == "abort":
+        raise RetryableRequestError(
+            "the server ended the request before its decision was complete; send "
+            "it again"
+        )
+    decision = DecisionOutput.of(output)
+    if decision.figures.error is not None:
+        raise GenerationError(decision.figures.error)
+    num_prompt, num_tokens = len(prompt), len(output.outputs[0].token_ids)
+    usage = {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_tokens,
+        "total_tokens": num_prompt + num_tokens,
+    }
+    figures = decision.figures.to_json()
+    fields = figures.pop("decision")
+    figures.pop("trace", None)  # a body cannot ask for it
+    body = {
+        "id": request_id,
+        "object": "decision",
+        "created": int(time.time()),
+        "model": request.model or state.openai_serving_models.model_name(),
+        "values": decision.values,
+        "fields": fields,
+        "text": decision.text,
+        "usage": usage,
+        "diffusion": figures,
+    }
+    return JSONResponse(body)
 
 
 async def settle_decision(request: Any, serving: Any) -> None:

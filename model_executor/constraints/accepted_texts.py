@@ -42,8 +42,17 @@ class Posterior:
         self.visits = before + after
         """Log-probability that a text passes through each node, ``[num_nodes]``."""
         self.visits[lattice.sources] -= before[lattice.closes][lattice.segments]
+        self.segment_totals = before[lattice.closes]
+        """Log of the sum over all accepted texts of each segment."""
         self.path = lattice.best_path(scores)
         """The edges of the most probable text, one per position."""
+
+    def label_mass(self, edges: np.ndarray) -> float:
+        """Share of the model's probability that accepted texts have, in the segments
+        of these edges.
+        """
+        segments = np.unique(self.lattice.segments[edges])
+        return float(np.exp(self.segment_totals[segments].sum()))
 
     def leaves(self, field: int, node: int) -> float:
         """Log-probability that a field ends at a node."""

@@ -28,7 +28,7 @@ class RunningDecision:
         self.texts, self.decision, self.lattice = texts, texts.decision, texts.lattice
         self._ends = sorted(end_tokens)
         self.columns = np.array([*self.decision.tokens.tolist(), *self._ends])
-        """Tokens whose logits ``commit`` reads."""
+        """Tokens whose log-probabilities ``commit`` reads."""
         self._answers: dict[int, dict[str, Any]] = {}
         self._left = list(range(len(self.decision.names)))
         self._passes_left = passes
@@ -36,8 +36,8 @@ class RunningDecision:
 
     @property
     def answers(self) -> dict[str, dict[str, Any]]:
-        """Value, probability and distribution of each committed field, in the order of
-        the fields.
+        """Value, probability, distribution and label mass of each committed field, in
+        the order of the fields.
         """
         return {
             self.decision.names[field]: self._answers[field]
@@ -52,7 +52,7 @@ class RunningDecision:
     def commit(
         self,
         positions: Sequence[int],
-        logits: np.ndarray,
+        logprobs: np.ndarray,
         *,
         with_logprobs: bool = False,
     ) -> tuple[dict[int, int], TokenOptions]:
@@ -62,13 +62,14 @@ class RunningDecision:
 
         Args:
             positions: all masks of the response, counted from its start.
-            logits: float64 ``[num_masks, num_columns]`` of ``columns``; finite.
+            logprobs: float64 ``[num_masks, num_columns]`` of ``columns``, under the
+                softmax over the whole vocabulary; finite.
         """
         lattice, num_tokens = self.lattice, len(self.decision.tokens)
         table = np.zeros((lattice.length, num_tokens + 1))
-        table[positions, :num_tokens] = logits[:, :num_tokens]
+        table[positions, :num_tokens] = logprobs[:, :num_tokens]
         table[positions, num_tokens] = np.logaddexp.reduce(
-            logits[:, num_tokens:], axis=1, initial=-np.inf
+            logprobs[:, num_tokens:], axis=1, initial=-np.inf
         )
         scores = np.where(
             self._allowed, table[lattice.positions, self.texts.edge_columns], -np.inf
@@ -82,7 +83,9 @@ class RunningDecision:
         self._passes_left -= 1
         for field in committed:
             own = path[path_fields == field]
-            self._answers[field] = self.texts.fields[field].answer(posterior, own)
+            answer = self.texts.fields[field].answer(posterior, own)
+            mass = posterior.label_mass(self.texts.edges_of_fields[field])
+            self._answers[field] = answer | {"label_mass": mass}
         left = (
             self._tokens_left(path, committed) if self._left else lattice.tokens[path]
         )
@@ -90,7 +93,7 @@ class RunningDecision:
         best = np.full(lattice.length, END)
         if self._ends:
             best[positions] = np.array(self._ends)[
-                logits[:, num_tokens:].argmax(axis=1)
+                logprobs[:, num_tokens:].argmax(axis=1)
             ]
         is_written = (left != OPEN) & ((left != END) | self.is_complete)
         left = np.where(left == END, best, left)

@@ -1,4 +1,4 @@
-"""Passes of decisions: logits of the tokens that accepted texts have, and the fields
+"""Passes of decisions: log-probabilities of the tokens that accepted texts have, and the fields
 that a pass commits.
 """
 
@@ -28,14 +28,14 @@ def decide(
         decision = canvases[index].decision
         assert decision is not None
         asked.append((group.rows_of(index), on_device(decision.columns, device)))
-    logits = on_host(predictor.logits_at(hidden, asked))
+    logprobs = on_host(predictor.logprobs_at(hidden, asked))
     parts = [np.empty((4, 0), np.int64)]
     failures: Failures = {}
-    for index, (rows, _), request_logits in zip(
-        group.members, asked, logits, strict=True
+    for index, (rows, _), of_request in zip(
+        group.members, asked, logprobs, strict=True
     ):
         try:
-            positions, wide = group.columns[2, rows], request_logits.astype(np.float64)
+            positions, wide = group.columns[2, rows], of_request.astype(np.float64)
             parts.append(_commit(index, canvases[index], positions, wide))
         except Exception as error:
             request_id = group.batch.request_ids[index]
@@ -44,10 +44,10 @@ def decide(
 
 
 def _commit(
-    index: int, canvas: Canvas, positions: np.ndarray, logits: np.ndarray
+    index: int, canvas: Canvas, positions: np.ndarray, logprobs: np.ndarray
 ) -> np.ndarray:
     """A request's part of ``Filled``. ``positions``: of its canvas, ascending."""
-    if not np.isfinite(logits).all():
+    if not np.isfinite(logprobs).all():
         return np.stack(
             [np.full_like(positions, value) for value in (index, 0, 0, NOT_FINITE)]
         )
@@ -59,7 +59,7 @@ def _commit(
         canvas.logprobs is not None,
     )
     committed, options = decision.commit(
-        places, logits[in_response], with_logprobs=with_logprobs
+        places, logprobs[in_response], with_logprobs=with_logprobs
     )
     tokens = {start + position: token for position, token in committed.items()}
     if decision.is_complete:

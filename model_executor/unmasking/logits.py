@@ -117,6 +117,14 @@ def best_of_class(
     return score, column
 
 
+def log_totals(logits: torch.Tensor, tp_group: GroupCoordinator) -> torch.Tensor:
+    """Log of the sum of exponentials of each row's logits on all ranks, float32
+    ``[num_rows]``, from this rank's ``[num_rows, num_tokens]``.
+    """
+    _, _, own, *_ = token_statistics(logits, -1, with_entropy=False, with_margin=False)
+    return gather_from_ranks(own, tp_group).logsumexp(dim=0)
+
+
 def token_logprobs(
     shard: VocabularyShard,
     tokens: torch.Tensor,
@@ -132,14 +140,7 @@ def token_logprobs(
     """
     (logits, first_token), sharded = shard, tp_group.world_size > 1
     if log_total is None:
-        _, _, log_total, *_ = token_statistics(
-            logits, -1, with_entropy=False, with_margin=False
-        )
-        log_total = (
-            gather_from_ranks(log_total, tp_group).logsumexp(dim=0)
-            if sharded
-            else log_total
-        )
+        log_total = log_totals(logits, tp_group)
     columns, size = tokens - first_token, logits.shape[-1]
     token_logit = logits.gather(-1, columns.clamp(0, size - 1)[:, None])[:, 0]
     if sharded:  # the token is in one rank's shard

@@ -138,13 +138,13 @@ def test_logits_that_are_not_finite_end_a_decision(engines, tiny_llada, monkeypa
     llm = engines(tiny_llada)
     decisions, prompts = drawn("not finite", 2)
     predictor = runner_of(llm).rank.predictor
-    logits_at = predictor.logits_at
+    logprobs_at = predictor.logprobs_at
 
     def broken(hidden, asked):
-        first, *others = logits_at(hidden, asked)
+        first, *others = logprobs_at(hidden, asked)
         return [first * torch.nan, *others]
 
-    monkeypatch.setattr(predictor, "logits_at", broken)
+    monkeypatch.setattr(predictor, "logprobs_at", broken)
     failed, other = decided(llm, decisions, prompts)
     assert "NaN or infinite" in failed.diffusion.error
     assert other.diffusion.decision

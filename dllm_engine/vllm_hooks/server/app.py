@@ -51,16 +51,16 @@ def extend_app(
     authenticate.GUARDED_PREFIX = tuple(
         {*authenticate.GUARDED_PREFIX, "/invocations", "/generative_scoring"}
     )
-    from dllm_engine.decisions import http as decisions
+    from dllm_engine.decisions import routes as decisions
     from dllm_engine.evaluation import likelihood_route
 
-    # The first would stop an engine without experts. vLLM 0.33 has the second for some
-    # models, of which ours are none.
-    routes, replaced = app.router.routes, ("/scale_elastic_ep", decisions.ROUTE)
+    # The first would stop an engine without experts. vLLM answers decisions for some
+    # models, of which ours are none, and its list of models for OpenAI's clients only.
+    routes, replaced = app.router.routes, ("/scale_elastic_ep", *decisions.ROUTES)
     routes[:] = [
         route for route in routes if getattr(route, "path", "") not in replaced
     ]
-    decisions.add_route(app)
+    decisions.add_routes(app)
     likelihood_route.add_route(app)
     options = EngineOptions.from_vllm_config(
         args

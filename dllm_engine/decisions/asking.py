@@ -1,0 +1,354 @@
+"""How a model is asked: the words of the prompt, and the texts that stand for the
+answers.
+
+A question becomes a row: a prompt, and a decision between the texts of its answers,
+read from one forward pass. Each question has a row of its own, or all share one.
+"""
+
+import string
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+from dllm_engine.constraints.decision import unpacked_decision
+from dllm_engine.decisions.build import choice_decision
+from dllm_engine.decisions.calibration import Calibration
+from dllm_engine.decisions.questions import (
+    MOST_OPTIONS,
+    Answer,
+    Question,
+    QuestionError,
+    answered,
+)
+from dllm_engine.options import EngineOptions
+from dllm_engine.request_options.sampling_params import DECISION, InvalidRequestError
+from dllm_engine.structured_output.requests import serialized_tokenizer
+
+Message = dict[str, Any]
+"""Of a chat: ``role`` and ``content``."""
+
+TEMPLATE_FILE = "decision_template.jinja"
+"""In the folder of a checkpoint that brings its own words."""
+_DEFAULT_TEMPLATE = Path(__file__).with_name("prompt.jinja")
+_PLACE = "\0"
+"""Stands for an answer while a template renders the response."""
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """Tokens of the texts that a model may answer with."""
+
+    tokenizer: Tokenizer
+    end_of_turn: int | None
+    """The token behind an answer."""
+
+    def tokens(self, texts: Sequence[str]) -> list[list[int]]:
+        """Tokens of each text; markers in it are text too."""
+        encoded = self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encoded]
+
+    def spells(self, tokens: list[int], text: str) -> bool:
+        """Return True if tokens read as the text does, but for spaces around it."""
+        written = self.tokenizer.decode(tokens, skip_special_tokens=False)
+        return _normal(written) == _normal(text)
+
+    def marks(self) -> list[str]:
+        """``A``, …, ``Z``, ``AA``, …; first those that are one token, with a space
+        before them or without.
+        """
+        letters = string.ascii_uppercase
+        names = [*letters, *map("".join, product(letters, repeat=2))]
+        bare, spaced = self.tokens(names), self.tokens([f" {name}" for name in names])
+        fewest = [min(map(len, pair)) for pair in zip(bare, spaced, strict=True)]
+        order = sorted(range(len(names)), key=lambda index: fewest[index] > 1)
+        return [names[index] for index in order[:MOST_OPTIONS]]
+
+
+def _normal(text: str) -> str:
+    return unicodedata.normalize("NFC", text).strip()
+
+
+@lru_cache(maxsize=4)
+def spelling_of(tokenizer: Any) -> Spelling:
+    """Spelling with a model's tokenizer."""
+    if not isinstance(getattr(tokenizer, "backend_tokenizer", None), Tokenizer):
+        raise InvalidRequestError(
+            "questions need one of Hugging Face's fast tokenizers, which this engine "
+            "does not have"
+        )
+    backend = Tokenizer.from_str(serialized_tokenizer(tokenizer).decode())
+    backend.no_truncation()
+    backend.no_padding()
+    end = _end_of_turn(tokenizer, backend)
+    backend.encode_special_tokens = True
+    return Spelling(backend, end)
+
+
+def _end_of_turn(tokenizer: Any, backend: Tokenizer) -> int | None:
+    """The marker that the chat template writes right behind an answer, or else the end
+    of the text.
+    """
+    end: int | None = tokenizer.eos_token_id
+    if not tokenizer.chat_template:
+        return end
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "\0"}]
+    rendered = tokenizer.apply_chat_template(chat, tokenize=False)
+    behind = backend.encode(rendered.rpartition("\0")[2], add_special_tokens=False).ids
+    markers = backend.get_added_tokens_decoder()
+    return behind[0] if behind and behind[0] in markers else end
+
+
+@lru_cache(maxsize=4)
+def _marks_of(spelling: Spelling) -> list[str]:
+    return spelling.marks()
+
+
+def answers_by_marks(question: Question, spelling: Spelling) -> list[str]:
+    """Yes and No, or a letter for each option, beyond 26 pairs of letters. For models
+    that follow instructions: answers are one token, whatever the labels are.
+    """
+    if question.kind == "yes_no":
+        return question.labels
+    return _marks_of(spelling)[: len(question.options)]
+
+
+def answers_by_labels(question: Question, spelling: Spelling) -> list[str]:
+    """The labels as they are. For models that know no letters of options. A label of
+    several tokens has the product of their probabilities.
+    """
+    return question.labels
+
+
+WAYS: dict[str, Callable[[Question, Spelling], list[str]]] = {
+    "marks": answers_by_marks,
+    "labels": answers_by_labels,
+}
+"""Ways to ask: the text that a model answers with for each option."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the engine computes at once."""
+
+    messages: list[Message]
+    params: SamplingParams
+    numbers: tuple[int, ...]
+    """Which of the request's questions it answers."""
+
+
+class Asking:
+    """How the model of an engine is asked."""
+
+    def __init__(self, options: EngineOptions, model: str, tokenizer: Any) -> None:
+        """``model``: its folder or name.
+
+        Raises ``InvalidRequestError`` for a template that cannot be read.
+        """
+        self.options, self.spelling = options, spelling_of(tokenizer)
+        self.template = read_template(_template_file(options, model))
+        way = options.decision_way
+        self.way = self.template["way"] if way == "auto" else way
+        self.calibration = Calibration.read(options.decision_calibration)
+
+    def rows(
+        self,
+        messages: Sequence[Message],
+        questions: Sequence[Question],
+        joint: bool | None = None,
+    ) -> list[Row]:
+        """The rows that answer questions about some messages. ``joint``: all in one;
+        None: as the engine was started.
+
+        Raises ``QuestionError`` for labels that this model cannot write.
+        """
+        asked = [i for i, each in enumerate(questions) if len(each.options) > 1]
+        is_joint = self.options.decision_joint if joint is None else joint
+        groups = [tuple(asked)] if is_joint and asked else [(i,) for i in asked]
+        return [self._row(messages, questions, numbers) for numbers in groups]
+
+    def _row(
+        self,
+        messages: Sequence[Message],
+        questions: Sequence[Question],
+        numbers: tuple[int, ...],
+    ) -> Row:
+        shown, answers = [], []
+        for i in numbers:
+            try:
+                answers.append(WAYS[self.way](questions[i], self.spelling))
+            except ValueError as error:
+                raise QuestionError(["questions", i], str(error)) from None
+            shown.append(_shown(questions[i], answers[-1]))
+        literals = self._literals(shown)
+        try:
+            packed = _packed_decision(
+                self.spelling,
+                tuple(literals),
+                tuple(map(tuple, answers)),
+                self.options.max_automaton_search,
+            )
+        except ValueError as error:
+            raise QuestionError(["questions", numbers[0]], str(error)) from None
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=len(unpacked_decision(packed).template),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={DECISION: packed, "passes": 1},
+        )
+        return Row(self._with_question(messages, shown), params, numbers)
+
+    def _with_question(
+        self, messages: Sequence[Message], shown: list[dict[str, Any]]
+    ) -> list[Message]:
+        """The messages, of which the last one asks."""
+        before, text = list(messages), ""
+        if before and before[-1]["role"] == "user":
+            text = before.pop()["content"]
+        prompt = self._rendered("prompt", text, shown, self.way)
+        return [*before, {"role": "user", "content": prompt}]
+
+    def _literals(self, shown: list[dict[str, Any]]) -> list[str]:
+        """The text before each answer, and behind the last."""
+        response = ""
+        for i, question in enumerate(shown):
+            number = i + 1 if len(shown) > 1 else 0
+            response += self._rendered("response", question, number, _PLACE)
+        literals = response.split(_PLACE)
+        if len(literals) != len(shown) + 1:
+            raise InvalidRequestError(
+                "decision_template: its macro `response` must hold `answer` once"
+            )
+        return literals
+
+    def _rendered(self, macro: str, *arguments: Any) -> str:
+        try:
+            return str(self.template[macro](*arguments))
+        except (TemplateError, TypeError, ValueError) as error:
+            raise InvalidRequestError(f"decision_template: {macro}: {error}") from None
+
+    def answers(
+        self, questions: Sequence[Question], read: Mapping[int, Mapping[str, Any]]
+    ) -> list[Answer]:
+        """The answers to all questions. ``read``: of each question that was asked, the
+        field of its decision.
+        """
+        answers = []
+        for number, question in enumerate(questions):
+            shares, mass = [1.0], 1.0
+            if number in read:
+                field = read[number]
+                listed = sorted(field["distribution"], key=lambda each: each["value"])
+                shares = [each["probability"] for each in listed]
+                mass = field["label_mass"]
+            shares = self.calibration.applied(question.kind, shares)
+            answers.append(answered(question, shares, mass))
+        return answers
+
+
+def fields_by_question(
+    rows: Sequence[Row], decisions: Sequence[Mapping[str, Any]]
+) -> dict[int, Mapping[str, Any]]:
+    """The field of each question that was asked. ``decisions``: what was decided in
+    each row.
+    """
+    return {
+        number: decision[str(place)]
+        for row, decision in zip(rows, decisions, strict=True)
+        for place, number in enumerate(row.numbers)
+    }
+
+
+def _template_file(options: EngineOptions, model: str) -> Path:
+    if options.decision_template is not None:
+        return Path(options.decision_template)
+    own = Path(model) / TEMPLATE_FILE
+    return own if own.is_file() else _DEFAULT_TEMPLATE
+
+
+@lru_cache(maxsize=4)
+def read_template(path: Path) -> dict[str, Any]:
+    """Names that a template sets; raises ``InvalidRequestError`` where one is missing."""
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    try:
+        template = environment.from_string(path.read_text(encoding="utf-8"))
+        names = vars(template.module)
+    except (OSError, ValueError, TemplateError) as error:
+        raise InvalidRequestError(f"decision_template={str(path)!r}: {error}") from None
+    missing = {"way", "prompt", "response"} - names.keys()
+    if missing or names["way"] not in WAYS:
+        raise InvalidRequestError(
+            f"decision_template={str(path)!r} must have the macros `prompt` and "
+            f"`response`, and set `way` to one of {', '.join(WAYS)}"
+        )
+    return names
+
+
+def _shown(question: Question, answers: Sequence[str]) -> dict[str, Any]:
+    """A question as templates see it."""
+    options = [
+        {"answer": answer, "label": label, "description": option.description}
+        for answer, label, option in zip(
+            answers, question.labels, question.options, strict=True
+        )
+    ]
+    return {
+        "kind": question.kind,
+        "instructions": question.instructions,
+        "options": options,
+    }
+
+
+@lru_cache(maxsize=512)
+def _packed_decision(
+    spelling: Spelling,
+    literals: tuple[str, ...],
+    answers: tuple[tuple[str, ...], ...],
+    max_search: int,
+) -> bytes:
+    """The decision between the texts of answers, with literal text around them."""
+    texts = [literal.removesuffix(" ") for literal in literals]
+    spelled = spelling.tokens(texts)
+    for literal, tokens in zip(texts, spelled, strict=True):
+        if not spelling.spells(tokens, literal):
+            raise ValueError(f"the tokens of this model do not spell {literal!r}")
+    options = []
+    for literal, of_question in zip(literals, answers, strict=False):
+        options.append(_spellings(spelling, literal, of_question))
+    if spelling.end_of_turn is not None:
+        spelled[-1].append(spelling.end_of_turn)
+    return choice_decision(spelled, options, max_search).packed
+
+
+def _spellings(
+    spelling: Spelling, before: str, answers: Sequence[str]
+) -> list[list[list[int]]]:
+    """The ways to spell each answer behind the text ``before``. At the start of a
+    response, some models write a space and some do not; both count.
+    """
+    spaces = ["", " "] if not before else [" " if before.endswith(" ") else ""]
+    by_space = [spelling.tokens([space + each for each in answers]) for space in spaces]
+    ways, owners = [], {}
+    for i, (answer, *each) in enumerate(zip(answers, *by_space, strict=True)):
+        different = [list(tokens) for tokens in dict.fromkeys(map(tuple, each))]
+        for tokens in different:
+            if not tokens or not spelling.spells(tokens, answer):
+                raise ValueError(
+                    f"the tokens of this model do not spell the label {answer!r}; "
+                    f"start the engine with decision_way=marks"
+                )
+            if owners.setdefault(tuple(tokens), i) != i:
+                raise ValueError(
+                    f"the labels {answers[owners[tuple(tokens)]]!r} and {answer!r} have "
+                    f"the same tokens; start the engine with decision_way=marks"
+                )
+        ways.append(different)
+    return ways

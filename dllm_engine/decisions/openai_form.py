@@ -1,0 +1,284 @@
+"""OpenAI's form of questions and answers (``/v1/decisions`` with ``input`` and
+``questions``).
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from dllm_engine.decisions.questions import (
+    MOST_OPTIONS,
+    MOST_QUESTIONS,
+    Answer,
+    Option,
+    Question,
+    QuestionError,
+    yes_no,
+)
+
+Message = dict[str, str]
+"""Of a chat: ``role`` and ``content``."""
+
+_FIELDS = {
+    "model",
+    "input",
+    "questions",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "joint",
+}
+_TEXT = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Key of the text in each kind of part."""
+_PARTS = {
+    "user": ("input_text", "input_image", "input_json"),
+    "developer": ("input_text",),
+    "system": ("input_text",),
+    "assistant": ("output_text", "refusal"),
+}
+"""Parts of each role's messages."""
+_OUTPUT_PARTS = ("input_text", "input_image")
+_CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
+"""Key of what a tool is called with."""
+_OUTPUTS = {
+    "function_call_output": "function_call",
+    "custom_tool_call_output": "custom_tool_call",
+}
+_DEEPEST_JSON, _MOST_JSON_VALUES, _MOST_JSON_BYTES = 32, 10_000, 256 << 10
+"""Limits of ``input_json``."""
+
+
+def read_request(body: dict[str, Any]) -> tuple[list[Message], list[Question]]:
+    """The input as messages, and the questions; raises ``QuestionError``."""
+    for name in body.keys() - _FIELDS:
+        raise QuestionError([name], f"Unknown parameter: '{name}'.")
+    identifier = _optional_text(body, "safety_identifier", 128)
+    cache_key = _optional_text(body, "prompt_cache_key", 64)
+    del identifier, cache_key  # for services that bill
+    return read_input(body.get("input")), read_questions(body.get("questions"))
+
+
+def read_questions(given: Any) -> list[Question]:
+    """Questions of a request's body; raises ``QuestionError``."""
+    if not isinstance(given, list) or not 1 <= len(given) <= MOST_QUESTIONS:
+        raise QuestionError(
+            ["questions"], f"Provide a list of 1 to {MOST_QUESTIONS} questions."
+        )
+    return [read_question(each, ["questions", i]) for i, each in enumerate(given)]
+
+
+def read_question(given: Any, place: list[str | int]) -> Question:
+    """A question that stands at ``place`` in its request."""
+    given = _object(given, place)
+    kind = given.get("type")
+    known = {"type", "name", "instructions"}
+    name = given.get("name")
+    if name is not None and not isinstance(name, str):
+        raise QuestionError([*place, "name"], "Expected a string.")
+    if kind not in ("predicate", "choice", "score"):
+        raise QuestionError(
+            [*place, "type"], "Expected 'predicate', 'choice' or 'score'."
+        )
+    if kind != "predicate":
+        known.add("choices" if kind == "choice" else "levels")
+    for name in given.keys() - known:
+        raise QuestionError([*place, name], f"Unknown parameter of a {kind}.")
+    instructions = _content(
+        given.get("instructions"), _PARTS["user"], [*place, "instructions"]
+    )
+    if kind == "predicate":
+        return yes_no(instructions)
+    if kind == "choice":
+        return Question("choice", instructions, _choices(given.get("choices"), place))
+    return Question("score", instructions, _levels(given.get("levels"), place))
+
+
+def _choices(given: Any, place: list[str | int]) -> tuple[Option, ...]:
+    place = [*place, "choices"]
+    _check_count(given, place, "choices")
+    options = []
+    for i, each in enumerate(given):
+        choice = _object(each, [*place, i], {"value", "description"})
+        value = choice.get("value")
+        if not isinstance(value, str | bool):
+            raise QuestionError([*place, i, "value"], "Expected a string or boolean.")
+        options.append(Option(value, _description(choice, [*place, i])))
+    typed = {(type(option.label), option.label) for option in options}
+    if len(typed) < len(options):
+        raise QuestionError(place, "Each choice must be unique.")
+    return tuple(options)
+
+
+def _levels(given: Any, place: list[str | int]) -> tuple[Option, ...]:
+    place = [*place, "levels"]
+    _check_count(given, place, "levels")
+    options = []
+    for i, each in enumerate(given):
+        level = _object(each, [*place, i], {"label", "description"})
+        if not isinstance(level.get("label"), str):
+            raise QuestionError([*place, i, "label"], "Expected a string.")
+        options.append(Option(level["label"], _description(level, [*place, i])))
+    return tuple(options)
+
+
+def _check_count(given: Any, place: list[str | int], what: str) -> None:
+    if not isinstance(given, list) or not 2 <= len(given) <= MOST_OPTIONS:
+        raise QuestionError(place, f"Provide between 2 and {MOST_OPTIONS} {what}.")
+
+
+def _description(given: dict[str, Any], place: list[str | int]) -> str:
+    text = given.get("description")
+    if text is not None and not isinstance(text, str):
+        raise QuestionError([*place, "description"], "Expected a string.")
+    return text or ""
+
+
+def read_input(given: Any) -> list[Message]:
+    """The evidence as messages of a chat."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    if not isinstance(given, list):
+        raise QuestionError(["input"], "Provide a string, or a list of items.")
+    messages, calls = [], set()
+    for i, each in enumerate(given):
+        item = _object(each, ["input", i])
+        kind = item.get("type", "message")
+        if kind == "message":
+            messages.append(_message(item, ["input", i]))
+        elif kind in _CALLS:
+            calls.add((kind, item.get("call_id")))
+            messages.append(_tool_call(item, kind, ["input", i]))
+        elif kind in _OUTPUTS:
+            if (_OUTPUTS[kind], item.get("call_id")) not in calls:
+                raise QuestionError(
+                    ["input", i, "call_id"],
+                    f"No {_OUTPUTS[kind]} with call_id {item.get('call_id')!r} stands "
+                    f"before this output.",
+                )
+            place = ["input", i, "output"]
+            text = _content(item.get("output"), _OUTPUT_PARTS, place)
+            text = f"<tool_response>\n{text}\n</tool_response>"
+            messages.append({"role": "user", "content": text})
+        else:
+            raise QuestionError(
+                ["input", i, "type"],
+                f"Expected 'message', {', '.join(map(repr, [*_CALLS, *_OUTPUTS]))}.",
+            )
+    return messages
+
+
+def _message(item: dict[str, Any], place: list[str | int]) -> Message:
+    role = item.get("role")
+    if role not in _PARTS:
+        raise QuestionError(
+            [*place, "role"], f"Expected one of {', '.join(map(repr, _PARTS))}."
+        )
+    content = _content(item.get("content"), _PARTS[role], [*place, "content"])
+    return {"role": "system" if role == "developer" else role, "content": content}
+
+
+def _tool_call(item: dict[str, Any], kind: str, place: list[str | int]) -> Message:
+    """The call as text: not every chat template has tools."""
+    for name in ("call_id", "name", _CALLS[kind]):
+        if not isinstance(item.get(name), str):
+            raise QuestionError([*place, name], "Expected a string.")
+    call = {"name": item["name"], _CALLS[kind]: item[_CALLS[kind]]}
+    text = json.dumps(call, ensure_ascii=False)
+    return {"role": "assistant", "content": f"<tool_call>\n{text}\n</tool_call>"}
+
+
+def _content(given: Any, kinds: Sequence[str], place: list[str | int]) -> str:
+    """A text, or parts of these kinds as one text."""
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list):
+        raise QuestionError(place, "Expected a string, or a list of parts.")
+    texts = []
+    for i, each in enumerate(given):
+        part, own = _object(each, [*place, i]), [*place, i]
+        kind = part.get("type")
+        if kind not in kinds:
+            known = ", ".join(map(repr, kinds))
+            raise QuestionError([*own, "type"], f"Expected one of {known}.")
+        if kind == "input_image":
+            raise QuestionError(
+                own, "input_image is not supported: this model reads text only."
+            )
+        if kind == "input_json":
+            texts.append(_json_text(part.get("data"), [*own, "data"]))
+        elif isinstance(part.get(_TEXT[kind]), str):
+            texts.append(part[_TEXT[kind]])
+        else:
+            raise QuestionError([*own, _TEXT[kind]], "Expected a string.")
+    return "\n".join(texts)
+
+
+def _json_text(data: Any, place: list[str | int]) -> str:
+    is_list = isinstance(data, list) and all(isinstance(each, dict) for each in data)
+    if not is_list and not isinstance(data, dict):
+        raise QuestionError(place, "Expected an object, or a list of objects.")
+    depth, num_values, level = 0, 0, [data]
+    while level:
+        depth += 1
+        inner = []
+        for container in level:
+            values = container.values() if isinstance(container, dict) else container
+            num_values += len(values)
+            inner += [each for each in values if isinstance(each, dict | list)]
+        level = inner
+        if depth > _DEEPEST_JSON or num_values > _MOST_JSON_VALUES:
+            raise QuestionError(
+                place,
+                f"At most {_DEEPEST_JSON} levels and {_MOST_JSON_VALUES} values.",
+            )
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    if len(text.encode(errors="surrogatepass")) > _MOST_JSON_BYTES:
+        raise QuestionError(place, f"At most {_MOST_JSON_BYTES} bytes of JSON.")
+    return text
+
+
+def _object(
+    given: Any, place: list[str | int], known: set[str] | None = None
+) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise QuestionError(place, "Expected an object.")
+    for name in given.keys() - (known or given.keys()):
+        raise QuestionError([*place, name], "Unknown parameter.")
+    return given
+
+
+def _optional_text(body: dict[str, Any], name: str, longest: int) -> str | None:
+    text = body.get(name)
+    if text is not None and not (isinstance(text, str) and len(text) <= longest):
+        raise QuestionError([name], f"Expected a string of at most {longest}.")
+    return text
+
+
+def answer_form(answer: Answer, name: str | None) -> dict[str, Any]:
+    """An answer as the protocol has it, with ``x_label_mass``."""
+    extra = {"name": name, "x_label_mass": answer.label_mass}
+    if answer.question.kind == "yes_no":
+        probability = answer.probabilities[0]
+        return {"type": "predicate", "probability": probability, **extra}
+    options = zip(answer.question.options, answer.probabilities, strict=True)
+    if answer.question.kind == "choice":
+        listed = [{"value": each.label, "probability": p} for each, p in options]
+        own = {"type": "choice", "choice": answer.value}
+    else:
+        listed = [
+            {"value": i, "label": each.label, "probability": p}
+            for i, (each, p) in enumerate(options)
+        ]
+        own = {"type": "score", "score": answer.score}
+    return {**own, "probabilities": listed, "confidence": answer.confidence, **extra}
+
+
+def usage_form(num_tokens: int, num_cached: int) -> dict[str, Any]:
+    """``num_tokens``: of the prompts of all rows."""
+    return {
+        "input_tokens": num_tokens,
+        "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
+        "output_tokens": 0,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": num_tokens,
+    }

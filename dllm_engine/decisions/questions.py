@@ -1,0 +1,136 @@
+"""Questions with a probability for each possible answer, whatever protocol they came
+in: yes or no, a choice of labels, a score over ordered levels.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+MOST_QUESTIONS = 400
+"""Of a request."""
+MOST_OPTIONS = 255
+"""Of a question."""
+
+
+class QuestionError(ValueError):
+    """A question that cannot be answered, and where it stands in the request."""
+
+    def __init__(self, place: Sequence[str | int], message: str) -> None:
+        """``place``: keys and indexes that lead to what is wrong."""
+        super().__init__(message)
+        self.place = tuple(place)
+        self.message = message
+
+    @property
+    def path(self) -> str:
+        """The place as OpenAI writes it, ``questions[0].choices``."""
+        path = ""
+        for part in self.place:
+            path += f"[{part}]" if isinstance(part, int) else f".{part}"
+        return path.removeprefix(".")
+
+
+@dataclass(frozen=True)
+class Option:
+    """A possible answer."""
+
+    label: str | bool
+    description: str = ""
+
+
+@dataclass(frozen=True)
+class Question:
+    """``options``: of yes or no, first yes; of a score, its levels from 0."""
+
+    kind: Literal["yes_no", "choice", "score"]
+    instructions: str
+    options: tuple[Option, ...]
+
+    @property
+    def labels(self) -> list[str]:
+        """The text of each option's label. Where two would be equal, or one empty, all
+        are written as JSON.
+        """
+        plain = [_plain(option.label) for option in self.options]
+        if all(plain) and len({*plain}) == len(plain):
+            return plain
+        return [json.dumps(option.label, ensure_ascii=False) for option in self.options]
+
+
+def yes_no(instructions: str, if_true: str = "", if_false: str = "") -> Question:
+    """``if_true``, ``if_false``: what speaks for either answer."""
+    options = Option("Yes", if_true), Option("No", if_false)
+    return Question("yes_no", instructions, options)
+
+
+def as_text(content: Any) -> str:
+    """Content that may be a text or anything of JSON."""
+    return (
+        content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+    )
+
+
+def _plain(label: str | bool) -> str:
+    return label if isinstance(label, str) else json.dumps(label)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The probability of each option of a question, float64, in their order."""
+
+    question: Question
+    probabilities: tuple[float, ...]
+    label_mass: float
+    """Share of the model's probability that the offered answers have together. Little:
+    it would have answered something else.
+    """
+
+    @property
+    def best(self) -> int:
+        """Index of the most probable option, the first of equals."""
+        return int(np.argmax(self.probabilities))
+
+    @property
+    def value(self) -> Any:
+        """The label of a choice, whether it is yes, or the number of a level."""
+        if self.question.kind == "choice":
+            return self.question.options[self.best].label
+        return self.best == 0 if self.question.kind == "yes_no" else self.best
+
+    @property
+    def score(self) -> float:
+        """The expectation of the number of the option, counted from 0."""
+        last = len(self.probabilities) - 1
+        mean = float(np.dot(np.arange(last + 1), self.probabilities))
+        return min(max(mean, 0.0), float(last))
+
+    @property
+    def confidence(self) -> float:
+        """From 0, all options alike, to 1: how much a choice prefers its best option,
+        or how near the probability of a score is to its best level.
+        """
+        count = len(self.probabilities)
+        if count == 1:
+            return 1.0
+        if self.question.kind != "score":
+            return _clamped((count * max(self.probabilities) - 1) / (count - 1))
+        numbers = np.arange(count)
+        distance = np.dot(self.probabilities, np.abs(numbers - self.best))
+        uniform = np.abs(numbers - (count - 1) / 2).mean()
+        return _clamped(1 - distance / uniform)
+
+
+def _clamped(share: float) -> float:
+    return min(max(float(share), 0.0), 1.0)
+
+
+def answered(
+    question: Question, shares: Sequence[float] | np.ndarray, label_mass: float
+) -> Answer:
+    """The answer of which the options have these shares of probability."""
+    total = np.asarray(shares, np.float64)
+    probabilities = (total / total.sum()).clip(0.0, 1.0)
+    return Answer(question, tuple(probabilities.tolist()), _clamped(label_mass))

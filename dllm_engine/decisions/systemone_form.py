@@ -1,0 +1,141 @@
+"""TypeSafe's form of questions and answers (``/v1/systemone``)."""
+
+from typing import Any
+
+from dllm_engine.decisions.questions import (
+    MOST_OPTIONS,
+    MOST_QUESTIONS,
+    Answer,
+    Option,
+    Question,
+    QuestionError,
+    as_text,
+    yes_no,
+)
+
+DEFAULT_MODEL = "jev-latest"
+"""What clients ask for that name no model."""
+MOST_LEVELS = 10
+"""Of a score."""
+_KINDS = ("noul", "choice", "score")
+
+
+def read_request(body: dict[str, Any]) -> tuple[str, dict[str, Question]]:
+    """The text of the state, and the questions by name; raises ``QuestionError``."""
+    for name in ("assets", "images"):
+        if body.get(name) is not None:
+            raise QuestionError(
+                [name], f"{name} are not supported: this model reads text only"
+            )
+    state = body.get("state")
+    if not isinstance(state, str | dict | list):
+        raise QuestionError(["state"], "state must be a string, an object or an array")
+    questions = body.get("questions")
+    if not isinstance(questions, dict) or not 1 <= len(questions) <= MOST_QUESTIONS:
+        raise QuestionError(
+            ["questions"], f"questions must be an object of 1 to {MOST_QUESTIONS}"
+        )
+    read = {name: _question(name, each) for name, each in questions.items()}
+    return as_text(state), read
+
+
+def _question(name: str, given: Any) -> Question:
+    place: list[str | int] = ["questions", name]
+    if not name:
+        raise QuestionError(place, "a question needs a name")
+    if not isinstance(given, dict):
+        raise QuestionError(place, "a question must be an object")
+    kind = given.get("type")
+    if kind not in _KINDS:
+        about = "box is for images, which are not supported; " * (kind == "box")
+        raise QuestionError(
+            [*place, "type"], f"{about}type must be one of {', '.join(_KINDS)}"
+        )
+    place.append(kind)
+    instructions = given.get("instructions")
+    if instructions is not None:
+        _check_content(instructions, [*place, "instructions"])
+    text = "" if instructions is None else as_text(instructions)
+    criteria, place = given.get("criteria"), [*place, "criteria"]
+    if kind == "noul":
+        sides = _sides(criteria, place)
+        if instructions is None and not sides:
+            raise QuestionError(place, "give instructions, or criteria")
+        return yes_no(text, sides.get("true", ""), sides.get("false", ""))
+    if kind == "choice":
+        return Question("choice", text, _choices(criteria, place))
+    return Question("score", text, _levels(criteria, place))
+
+
+def _sides(criteria: Any, place: list[str | int]) -> dict[str, str]:
+    """Criteria of yes or no; those that are not null."""
+    if criteria is None:
+        return {}
+    if not isinstance(criteria, dict) or criteria.keys() - {"true", "false"}:
+        raise QuestionError(place, "criteria of a noul have true, false or both")
+    sides = {}
+    for name, content in criteria.items():
+        if content is not None:
+            _check_content(content, [*place, name])
+            sides[name] = as_text(content)
+    return sides
+
+
+def _choices(criteria: Any, place: list[str | int]) -> tuple[Option, ...]:
+    if not isinstance(criteria, dict) or not 1 <= len(criteria) <= MOST_OPTIONS:
+        raise QuestionError(
+            place, f"criteria of a choice must be an object of 1 to {MOST_OPTIONS}"
+        )
+    options = []
+    for label, content in criteria.items():
+        if content is not None:
+            _check_content(content, [*place, label])
+        options.append(Option(label, "" if content is None else as_text(content)))
+    return tuple(options)
+
+
+def _levels(criteria: Any, place: list[str | int]) -> tuple[Option, ...]:
+    if not isinstance(criteria, list) or not 1 <= len(criteria) <= MOST_LEVELS:
+        raise QuestionError(
+            place, f"criteria of a score must be an array of 1 to {MOST_LEVELS}"
+        )
+    for i, content in enumerate(criteria):
+        _check_content(content, [*place, i])
+    return tuple(Option(as_text(content)) for content in criteria)
+
+
+def _check_content(content: Any, place: list[str | int]) -> None:
+    if not isinstance(content, str | dict | list):
+        raise QuestionError(place, "must be a string, an object or an array")
+
+
+def answer_form(answer: Answer, given: dict[str, Any]) -> dict[str, Any]:
+    """An answer as the protocol has it, with ``x_label_mass``. ``given``: the question
+    in the request's body.
+    """
+    kind, extra = given["type"], {"x_label_mass": answer.label_mass}
+    if kind == "noul":
+        return {"type": kind, "noul": answer.probabilities[0], **extra}
+    extra = {"confidence": answer.confidence, **extra}
+    if kind == "choice":
+        listed = dict(zip(given["criteria"], answer.probabilities, strict=True))
+        return {"type": kind, "choice": answer.value, "probabilities": listed, **extra}
+    levels = given["criteria"]
+    return {
+        "type": kind,
+        "score": answer.score,
+        "legend": {str(i): level for i, level in enumerate(levels)},
+        "probabilities": {str(i): p for i, p in enumerate(answer.probabilities)},
+        **extra,
+    }
+
+
+def errors_form(error: QuestionError) -> dict[str, Any]:
+    """The body of an answer with status 422."""
+    detail = {"loc": ["body", *error.place], "msg": error.message}
+    return {"detail": [detail | {"type": "value_error"}]}
+
+
+def error_form(kind: str, message: str) -> dict[str, Any]:
+    """The body of an answer with another status."""
+    return {"detail": {"error_type": kind, "message": message}}
