@@ -159,7 +159,9 @@ def add_options(
     """
     for name in names:
         field = options.model_fields[name]
-        kind, *_ = get_args(field.annotation) or (field.annotation,)
+        kind = field.annotation
+        if get_origin(kind) is not Literal:
+            kind, *_ = get_args(kind) or (kind,)
         read, metavar = _READ.get(kind, (kind, name.split("_")[-1].upper()))
         how: dict[str, Any] = {"type": read, "metavar": metavar}
         if kind is bool:

@@ -1,7 +1,7 @@
 """Answers to questions, from an engine in this program or behind a server."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -124,23 +124,33 @@ async def answer_over_http(
     rows = await reading(asking.rows, messages, questions, joint)
     has_template = bool(tokenizer.chat_template or state.args.chat_template)
 
-    async def ask(number: int) -> tuple[int, DiffusionFigures]:
-        row = rows[number]
+    async def prompt_of(row: Row) -> list[int]:
         if has_template:
             request = PromptRequest(model=model, messages=row.messages)
         else:
             request = PromptRequest(model=model, prompt=_plain_text(row.messages))
-        prompt = await prompt_tokens(request, state)
+        return await prompt_tokens(request, state)
+
+    async def ask(number: int, prompt: list[int]) -> tuple[int, DiffusionFigures]:
         results = engine.generate(
-            {"prompt_token_ids": prompt}, row.params, f"{request_id}-{number}"
+            {"prompt_token_ids": prompt}, rows[number].params, f"{request_id}-{number}"
         )
         (output,) = [result async for result in results]
         return len(prompt), _result(output)
 
-    # Pages of a text can be shared when one question about it has been answered.
-    is_first_alone = options.method.keeps_for_good and len(rows) > 1
-    first = [await ask(0)] if is_first_alone else []
-    results = first + await _all_of(ask, range(len(first), len(rows)))
+    async def ask_later(number: int) -> tuple[int, DiffusionFigures]:
+        return await ask(number, await prompt_of(rows[number]))
+
+    results = []
+    waiting = [ask_later(number) for number in range(1, len(rows))]
+    if rows:
+        # It tells what is wrong with the model's name or the text.
+        first = ask(0, await prompt_of(rows[0]))
+        if options.method.keeps_for_good:
+            results.append(await first)  # then its pages can be shared
+        else:
+            waiting.insert(0, first)
+    results += await _all_of(waiting)
     read = fields_by_question(rows, [figures.decision for _, figures in results])
     num_tokens = sum(length for length, _ in results)
     num_shared = sum(
@@ -152,11 +162,11 @@ async def answer_over_http(
     return Answered(asking.answers(questions, read), num_tokens, num_shared)
 
 
-async def _all_of(ask: Callable[[int], Any], numbers: range) -> list[Any]:
+async def _all_of(waiting: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
     """The results of all together. If one fails, the others end."""
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(ask(number)) for number in numbers]
+            tasks = [group.create_task(each) for each in waiting]
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None
     return [task.result() for task in tasks]

@@ -162,6 +162,8 @@ class _OpenAI:
         kind = "invalid_request_error" if status < 500 else "server_error"
         if status == 404:
             return self._error(message, kind, "model", "model_not_found")
+        if code:  # clients look for these words
+            message = f"Input tokens exceed the configured limit. {message}"
         return self._error(message, kind, "input" if code else None, code or None)
 
     def _error(

@@ -11,6 +11,7 @@ from typing import Any
 
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase, PrometheusStatLogger
 
+from dllm_engine.decisions.answering import counter
 from dllm_engine.scheduler.engine_stats import EngineStats, MetricSpec, take_stats
 from dllm_engine.structured_output.automata import take_counts
 from dllm_engine.vllm_hooks.patch import Original, is_ours
@@ -31,9 +32,21 @@ OF_FRONT_END = {
     "automaton_build_seconds": MetricSpec(
         "counter", "seconds", "Seconds that building these automata took."
     ),
+    "decision_questions": MetricSpec(
+        "counter", "questions", "Questions of decisions that were answered."
+    ),
+    "decision_rows": MetricSpec(
+        "counter", "rows", "Rows that forward passes computed to answer them."
+    ),
+    "decision_prompt_tokens": MetricSpec(
+        "counter", "tokens", "Tokens of the prompts that asked them."
+    ),
+    "decision_shared_tokens": MetricSpec(
+        "counter", "tokens", "Those of them that were read from shared pages."
+    ),
 }
-"""Counted where requests are checked (``structured_output/automata.py``), not by the
-scheduler.
+"""Counted where requests are checked (``structured_output/automata.py``) and questions
+are answered (``decisions/answering.py``), not by the scheduler.
 """
 METRICS: dict[str, MetricSpec] = {
     f.name: f.metadata["metric"] for f in fields(EngineStats)

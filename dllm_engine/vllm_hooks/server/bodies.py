@@ -49,6 +49,7 @@ class BodyCheck:
 
         try:
             body = await _read(Request(scope, receive))
+            body, scope = _decompressed(body, scope)
             _check_body(body, route_of(scope))
         except ClientDisconnect:
             return
@@ -80,12 +81,39 @@ async def _read(request: Request) -> bytes:
             if num_bytes > MOST_BYTES:
                 break
     if num_bytes > MOST_BYTES:
-        raise GracefulHTTPError(
-            f"the body has over {MOST_BYTES} bytes ({MOST_BYTES >> 20} MiB), which is "
-            f"the most; send its prompts in several requests",
-            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-        )
+        raise _too_large()
     return b"".join(parts)
+
+
+def _too_large() -> GracefulHTTPError:
+    return GracefulHTTPError(
+        f"the body has over {MOST_BYTES} bytes ({MOST_BYTES >> 20} MiB), which is "
+        f"the most; send its prompts in several requests",
+        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+    )
+
+
+def _decompressed(body: bytes, scope: Scope) -> tuple[bytes, Scope]:
+    """The body without its compression by zstd, which TypeSafe's client does unasked,
+    and the scope without the headers about it. Raises as ``_read``, of what comes out.
+    """
+    headers = dict(scope["headers"])
+    if headers.get(b"content-encoding", b"").strip().lower() != b"zstd":
+        return body, scope
+    import zstandard  # only such clients need it
+
+    reader = zstandard.ZstdDecompressor().stream_reader(body, read_across_frames=True)
+    try:
+        body = reader.read(MOST_BYTES + 1)
+    except zstandard.ZstdError as error:
+        raise InvalidRequestError(
+            f"content-encoding: zstd, but the body is none: {error}"
+        ) from None
+    if len(body) > MOST_BYTES:
+        raise _too_large()
+    of_body = (b"content-encoding", b"content-length")
+    kept = [pair for pair in scope["headers"] if pair[0] not in of_body]
+    return body, {**scope, "headers": kept}
 
 
 def _check_body(body: bytes, path: str) -> None:
