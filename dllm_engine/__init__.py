@@ -1,23 +1,28 @@
 """dllm-engine: diffusion language models (LLaDA, Dream, SDAR) served inside vLLM.
 
-``LLM`` and ``DiffusionParams`` are the Python API; importing the package itself is
+``LLM``, ``DiffusionParams`` and ``Questions`` are the Python API; importing the package itself is
 cheap, they load vLLM when used.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["LLM", "DiffusionParams", "__version__"]
+__all__ = ["LLM", "DiffusionParams", "Questions", "__version__"]
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from dllm_engine.decisions.answering import Questions
     from dllm_engine.llm import LLM
     from dllm_engine.params import DiffusionParams
 
 
 def __getattr__(name: str) -> Any:
-    modules = {"LLM": "dllm_engine.llm", "DiffusionParams": "dllm_engine.params"}
+    modules = {
+        "LLM": "dllm_engine.llm",
+        "DiffusionParams": "dllm_engine.params",
+        "Questions": "dllm_engine.decisions.answering",
+    }
     if name not in modules:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from dllm_engine.vllm_hooks.release import check_release

@@ -11,7 +11,13 @@ from pydantic import ValidationError
 from vllm.engine.arg_utils import EngineArgs
 
 from dllm_engine.checkpoints import check_start
-from dllm_engine.decisions.answering import Questions, answer_all, as_messages
+from dllm_engine.decisions.answering import (
+    Questions,
+    answer_all,
+    as_messages,
+    plain_text,
+)
+from dllm_engine.decisions.asking import Asking, Row
 from dllm_engine.decisions.questions import Answer
 from dllm_engine.decisions.requests import (
     TOP_K,
@@ -258,7 +264,8 @@ class LLM(vllm.LLM):
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         if isinstance(fields, Questions):
             inputs = [as_messages(prompt) for prompt in prompts]
-            return answer_all(self, [(each, fields) for each in inputs])
+            asked = [(each, fields) for each in inputs]
+            return answer_all(self.asking, self.ask_rows, asked)
         vllm_config = self.llm_engine.vllm_config
         params = decision_params(
             schema_of(fields),
@@ -269,6 +276,24 @@ class LLM(vllm.LLM):
             top_k=top_k,
         )
         return [DecisionOutput.of(output) for output in self._answered(prompts, params)]
+
+    @property
+    def asking(self) -> Asking:
+        """How questions are asked."""
+        config = self.llm_engine.vllm_config
+        options = EngineOptions.from_vllm_config(config)
+        return Asking(options, config.model_config.model, self.get_tokenizer())
+
+    def ask_rows(self, rows: list[Row]) -> list[vllm.RequestOutput]:
+        """Outputs of the rows of questions."""
+        if not rows:
+            return []
+        messages = [row.messages for row in rows]
+        params = [row.params for row in rows]
+        if self.has_chat_template:
+            return self.chat(messages, params, use_tqdm=False)
+        prompts = [plain_text(each) for each in messages]
+        return self.generate(prompts, params, use_tqdm=False)
 
     def _answered(self, prompts: list[Any], params: Any) -> list[vllm.RequestOutput]:
         """Responses to prompts, or to messages, by parameters of all or of each."""

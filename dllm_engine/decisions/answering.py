@@ -1,14 +1,18 @@
 """Answers to questions, from an engine in this program or behind a server."""
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from vllm.exceptions import GenerationError, RetryableRequestError
+from vllm.exceptions import (
+    GenerationError,
+    RetryableRequestError,
+    VLLMValidationError,
+)
 
 from dllm_engine.decisions.asking import Asking, Message, Row, fields_by_question
 from dllm_engine.decisions.openai_form import read_questions
@@ -18,9 +22,6 @@ from dllm_engine.options import EngineOptions
 from dllm_engine.request_options.sampling_params import InvalidRequestError
 from dllm_engine.structured_output.requests import reading
 from dllm_engine.vllm_hooks.server.prompts import PromptRequest, prompt_tokens
-
-if TYPE_CHECKING:
-    from dllm_engine.llm import LLM
 
 COUNTS = (
     "decision_questions",
@@ -78,26 +79,29 @@ class Answered(NamedTuple):
     num_shared: int
 
 
+class _RowResult(NamedTuple):
+    """What the engine says of a row, and the tokens of its prompt."""
+
+    figures: DiffusionFigures
+    num_tokens: int
+    num_shared: int
+
+
 def as_messages(prompt: Any) -> list[Message]:
     """A prompt that may be a text."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def answer_all(
-    llm: "LLM", asked: Sequence[tuple[Sequence[Message], Questions]]
+    asking: Asking,
+    ask: Callable[[list[Row]], Iterable[Any]],
+    asked: Sequence[tuple[Sequence[Message], Questions]],
 ) -> list[list[Answer]]:
-    """Answers to questions about messages, all in one batch."""
-    config = llm.llm_engine.vllm_config
-    options, tokenizer = EngineOptions.from_vllm_config(config), llm.get_tokenizer()
-    asking = Asking(options, config.model_config.model, tokenizer)
+    """Answers to questions about messages, all in one batch. ``ask``: gives the
+    engine's output for each row.
+    """
     rows_of = [asking.rows(messages, each.read, each.joint) for messages, each in asked]
-    rows = [row for own in rows_of for row in own]
-    prompts: list[Any] = [row.messages for row in rows]
-    if not llm.has_chat_template:
-        prompts = [_plain_text(messages) for messages in prompts]
-    ask = llm.chat if llm.has_chat_template else llm.generate
-    outputs = ask(prompts, [row.params for row in rows], use_tqdm=False) if rows else []
-    results = iter(_result(output) for output in outputs)
+    results = map(_result, ask([row for own in rows_of for row in own]))
     answers = []
     for own, (_, each) in zip(rows_of, asked, strict=True):
         decisions = [result.decision for result in islice(results, len(own))]
@@ -128,38 +132,49 @@ async def answer_over_http(
         if has_template:
             request = PromptRequest(model=model, messages=row.messages)
         else:
-            request = PromptRequest(model=model, prompt=_plain_text(row.messages))
-        return await prompt_tokens(request, state)
+            request = PromptRequest(model=model, prompt=plain_text(row.messages))
+        prompt = await prompt_tokens(request, state)
+        _check_length(len(prompt), row, engine.model_config.max_model_len)
+        return prompt
 
-    async def ask(number: int, prompt: list[int]) -> tuple[int, DiffusionFigures]:
+    async def ask(number: int, prompt: list[int]) -> _RowResult:
         results = engine.generate(
             {"prompt_token_ids": prompt}, rows[number].params, f"{request_id}-{number}"
         )
         (output,) = [result async for result in results]
-        return len(prompt), _result(output)
+        return _RowResult(_result(output), len(prompt), output.num_cached_tokens or 0)
 
-    async def ask_later(number: int) -> tuple[int, DiffusionFigures]:
+    async def ask_later(number: int) -> _RowResult:
         return await ask(number, await prompt_of(rows[number]))
 
     results = []
-    waiting = [ask_later(number) for number in range(1, len(rows))]
+    waiting = []
     if rows:
         # It tells what is wrong with the model's name or the text.
-        first = ask(0, await prompt_of(rows[0]))
+        prompt = await prompt_of(rows[0])
         if options.method.keeps_for_good:
-            results.append(await first)  # then its pages can be shared
+            results.append(await ask(0, prompt))  # then its pages can be shared
         else:
-            waiting.insert(0, first)
+            waiting.append(ask(0, prompt))
+    waiting += [ask_later(number) for number in range(1, len(rows))]
     results += await _all_of(waiting)
-    read = fields_by_question(rows, [figures.decision for _, figures in results])
-    num_tokens = sum(length for length, _ in results)
-    num_shared = sum(
-        _num_shared(row, length, figures)
-        for row, (length, figures) in zip(rows, results, strict=True)
-    )
-    num_rows = sum(figures.tokens_computed for _, figures in results)
+    read = fields_by_question(rows, [each.figures.decision for each in results])
+    num_tokens = sum(each.num_tokens for each in results)
+    num_shared = sum(each.num_shared for each in results)
+    num_rows = sum(each.figures.tokens_computed for each in results)
     counter.add(len(questions), num_rows, num_tokens, num_shared)
     return Answered(asking.answers(questions, read), num_tokens, num_shared)
+
+
+def _check_length(prompt_length: int, row: Row, limit: int) -> None:
+    length = prompt_length + row.params.max_tokens
+    if length > limit:
+        raise VLLMValidationError(
+            f"the input and a question take {length} tokens, max_model_len is {limit}; "
+            f"shorten one, or ask fewer questions together",
+            parameter="input_tokens",
+            value=length,
+        )
 
 
 async def _all_of(waiting: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
@@ -186,13 +201,7 @@ def _result(output: Any) -> DiffusionFigures:
     return figures
 
 
-def _num_shared(row: Row, prompt_length: int, figures: DiffusionFigures) -> int:
-    """Tokens of a prompt that no forward pass computed."""
-    canvas = prompt_length + row.params.max_tokens
-    return min(max(canvas - figures.tokens_computed, 0), prompt_length)
-
-
-def _plain_text(messages: Sequence[Message]) -> str:
+def plain_text(messages: Sequence[Message]) -> str:
     """A prompt for a model without a chat template."""
     texts = [message["content"] for message in messages]
     if not all(isinstance(text, str) for text in texts):

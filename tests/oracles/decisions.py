@@ -27,6 +27,8 @@ class PlainDecision:
     sureness: dict[str, float]
     """Probability that each field has this spelling."""
     probability: float
+    mass: float
+    """Probability of all accepted sequences together."""
 
 
 def decide(
@@ -73,8 +75,9 @@ def decide(
         )
         for name, spelling in spellings[best].items()
     }
+    mass = float(np.exp(scores).sum())
     return PlainDecision(
-        probabilities, values, spellings[best], sureness, float(shares[best])
+        probabilities, values, spellings[best], sureness, float(shares[best]), mass
     )
 
 

@@ -1,0 +1,153 @@
+"""Probabilities of questions against the enumeration of all answers with a plain
+forward pass.
+"""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dllm_engine import DiffusionParams, Questions
+from dllm_engine.constraints.decision import unpacked_decision
+from dllm_engine.decisions.asking import Asking
+from dllm_engine.decisions.build import choice_decision
+from dllm_engine.options import EngineOptions
+from dllm_engine.request_options.sampling_params import DECISION
+from tests.oracles.decisions import decide, given_masked
+from tests.oracles.models import PlainModel
+from tests.support.engines import assert_nothing_left, generate
+from tests.support.random_decisions import decision_params, listed
+from tests.support.tiny_checkpoints import EOS
+
+TEXT = "Tom lives in Paris. Ida lives in Rome. Tom=48. Ida=07."
+QUESTIONS = [
+    {
+        "type": "choice",
+        "instructions": "Where does Tom live?",
+        "choices": [{"value": city} for city in ("Paris", "Rome", "Rome Oslo", "Lima")],
+    },
+    {"type": "predicate", "instructions": "Tom lives in Rome."},
+    {
+        "type": "score",
+        "instructions": "Give: Ida",
+        "levels": [{"label": "07"}, {"label": "48", "description": "high"}],
+    },
+]
+
+
+def spelled_in_two_ways(rng):
+    """Options with two spellings each, none of which two options share."""
+    numbers = rng.sample(range(20, 60), 24)
+    options = []
+    for _ in range(4):
+        lengths = rng.randint(1, 2), rng.randint(1, 3)
+        options.append([[numbers.pop() for _ in range(length)] for length in lengths])
+    return options
+
+
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [("llada", "none"), ("dream", "none"), ("sdar", "none"), ("sdar", "block")],
+)
+def test_options_with_several_spellings(engines, request, family, method):
+    checkpoint = request.getfixturevalue(f"tiny_{family}")
+    model, llm = PlainModel(checkpoint), engines(checkpoint, cache_method=method)
+    rng = random.Random(family)
+    fields = [[spelled_in_two_ways(rng) for _ in range(n)] for n in (1, 1, 2)]
+    literals = [[[], [EOS]], [[61], [EOS]], [[61], [62, 63], [EOS]]]
+    decisions = [
+        unpacked_decision(choice_decision(before, options, 1 << 20).packed)
+        for before, options in zip(literals, fields, strict=True)
+    ]
+    prompts = [[rng.randrange(60, 140) for _ in range(9)] for _ in decisions]
+    others = [DiffusionParams(gen_length=24, steps=12, block_length=8)] * 2
+    params = [DiffusionParams(**decision_params(each)) for each in decisions]
+    outputs = generate(llm, [*prompts, [70], [80, 90]], [*params, *others])
+    assert_nothing_left(llm)
+    for decision, options, before, prompt, output in zip(
+        decisions, fields, literals, prompts, outputs, strict=False
+    ):
+        plain = plain_decision(model, prompt, decision, options, before, EOS)
+        answers = output.outputs[0].diffusion.decision
+        for name, own in answers.items():
+            assert listed(own) == pytest.approx(plain.probabilities[name], abs=1e-4)
+        if len(answers) == 1:
+            assert own["label_mass"] == pytest.approx(plain.mass, rel=1e-3)
+
+
+def plain_decision(model, prompt, decision, options, literals, end):
+    template = decision.template
+    response = [model.mask if token is None else token for token in template]
+    length = len(prompt) + len(response)
+    behind = -length % model.block_length if model.block_length else 0
+    behind *= bool(model.whole_blocks)
+    logits = model.predictions(prompt + response + [model.mask] * behind)
+    masked = given_masked(template, logits[len(prompt) : length].double().numpy())
+    fields = {
+        str(number): [(i, tokens) for i, each in enumerate(own) for tokens in each]
+        for number, own in enumerate(options)
+    }
+    return decide(fields, literals, masked, [end])
+
+
+@pytest.mark.parametrize("model", ["demo", "demo-blocks"])
+@pytest.mark.parametrize("way", ["marks", "labels"])
+@pytest.mark.parametrize("joint", [False, True])
+def test_both_ways_of_asking(engines, model, way, joint):
+    """Each row is the prompt of the template, and its answers are spelled as the
+    tokenizer does, with a space before them and without.
+    """
+    llm = engines(model, skip_tokenizer_init=False, decision_way=way)
+    (answers,) = llm.decide(TEXT, Questions(QUESTIONS, joint))
+    plain = PlainModel(Path(llm.model_config.model))
+    tokenizer, config = llm.get_tokenizer(), llm.llm_engine.vllm_config
+    asking = Asking(
+        EngineOptions.from_vllm_config(config), llm.model_config.model, tokenizer
+    )
+    questions = Questions(QUESTIONS).read
+    rows = asking.rows([{"role": "user", "content": TEXT}], questions, joint)
+    assert [row.numbers for row in rows] == (
+        [(0, 1, 2)] if joint else [(0,), (1,), (2,)]
+    )
+    for row in rows:
+        decision = unpacked_decision(row.params.extra_args[DECISION])
+        prompt = tokenizer.apply_chat_template(
+            row.messages, add_generation_prompt=True, tokenize=False
+        )
+        tokens = tokenizer.encode(prompt, add_special_tokens=False)
+        shares = shares_by_graph(plain, tokens, decision, tokenizer.eos_token_id)
+        for place, number in enumerate(row.numbers):
+            assert answers[number].probabilities == pytest.approx(
+                shares[place], abs=1e-4
+            )
+    assert_nothing_left(llm)
+
+
+def shares_by_graph(model, prompt, decision, end):
+    """The probability of each option of each field, by following all paths of the
+    decision's graph.
+    """
+    template = decision.template
+    response = [model.mask if token is None else token for token in template]
+    behind = -(len(prompt) + len(response)) % (model.block_length or 1)
+    behind *= bool(model.whole_blocks)
+    logits = model.predictions(prompt + response + [model.mask] * behind)
+    part = logits[len(prompt) : len(prompt) + len(response)].double().numpy()
+    logprobs = given_masked(template, part)
+    edges = decision.graph.edges
+    sums = [dict.fromkeys(range(len(each)), 0.0) for each in decision.values]
+    pending = [(0, 0, 0.0, {})]
+    while pending:
+        state, position, score, chosen = pending.pop()
+        if state in decision.graph.ends:
+            total = np.exp(score + logprobs[position:, end].sum())
+            for field, choice in chosen.items():
+                sums[field][choice] += total
+        for edge in edges[edges["source"] == state]:
+            begun = (
+                {int(edge["field"]): int(edge["choice"])} if edge["choice"] >= 0 else {}
+            )
+            following = score + logprobs[position, edge["token"]]
+            pending.append((edge["target"], position + 1, following, chosen | begun))
+    return [np.array([*each.values()]) / sum(each.values()) for each in sums]
