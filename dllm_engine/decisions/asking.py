@@ -249,8 +249,8 @@ class Asking:
                 listed = sorted(field["distribution"], key=lambda each: each["value"])
                 shares = [each["probability"] for each in listed]
                 mass = field["label_mass"]
-            shares = self.calibration.applied(question.kind, shares)
-            answers.append(answered(question, shares, mass))
+            calibrated = self.calibration.applied(question.kind, shares)
+            answers.append(answered(question, calibrated, mass))
         return answers
 
 
@@ -336,7 +336,8 @@ def _spellings(
     """
     spaces = ["", " "] if not before else [" " if before.endswith(" ") else ""]
     by_space = [spelling.tokens([space + each for each in answers]) for space in spaces]
-    ways, owners = [], {}
+    ways = []
+    owners: dict[tuple[int, ...], int] = {}
     for i, (answer, *each) in enumerate(zip(answers, *by_space, strict=True)):
         different = [list(tokens) for tokens in dict.fromkeys(map(tuple, each))]
         for tokens in different:

@@ -155,8 +155,8 @@ def read_input(given: Any) -> list[Message]:
                     f"No {_OUTPUTS[kind]} with call_id {item.get('call_id')!r} stands "
                     f"before this output.",
                 )
-            place = ["input", i, "output"]
-            text = _content(item.get("output"), _OUTPUT_PARTS, place)
+            output = item.get("output")
+            text = _content(output, _OUTPUT_PARTS, ["input", i, "output"])
             text = f"<tool_response>\n{text}\n</tool_response>"
             messages.append({"role": "user", "content": text})
         else:
@@ -196,7 +196,7 @@ def _content(given: Any, kinds: Sequence[str], place: list[str | int]) -> str:
     texts = []
     for i, each in enumerate(given):
         part, own = _object(each, [*place, i]), [*place, i]
-        kind = part.get("type")
+        kind = str(part.get("type"))
         if kind not in kinds:
             known = ", ".join(map(repr, kinds))
             raise QuestionError([*own, "type"], f"Expected one of {known}.")
