@@ -119,7 +119,8 @@ class DiffusionStatLogger(AggregateStatLoggerBase):
     ) -> None:
         message = take_stats(scheduler_stats)
         if message is not None:
-            self._metrics.record(message | take_counts(), engine_idx)
+            counts = take_counts() | counter.take()
+            self._metrics.record(message | counts, engine_idx)
 
     def log_engine_initialized(self) -> None:
         """vLLM's own loggers describe the engine."""
