@@ -16,6 +16,7 @@ from pydantic import (
 )
 
 from dllm_engine.cache_methods import methods_for
+from dllm_engine.cache_methods.page_demand import PageDemand
 from dllm_engine.checkpoints import load_config
 from dllm_engine.decoding.page_layout import PageKind, PoolGeometry, head_dim_of
 from dllm_engine.demo import model_path
@@ -158,7 +159,7 @@ def plan(d: Deployment) -> Sizing:
         - activations
         - d.overhead
     )
-    for_pass = options.method.pass_bytes(rows, longest)
+    for_pass = options.method.cost.num_bytes(rows, longest)
     if room <= for_pass:
         raise ValueError(
             f"--gpu-memory {readable_size(d.gpu_memory)} leaves nothing for pages: "
@@ -243,11 +244,11 @@ def request_demand(
     params = DiffusionParams(gen_length=d.response, block_length=d.block_length)
     with_defaults = options.model_copy(update={"request_defaults": defaults})
     spec = resolve_decoding(params, d.prompt, config.family, with_defaults)
-    num_pages = pages_of_pool(
-        room - method.pass_bytes(d.max_num_batched_tokens, d.max_model_len), page_bytes
-    )
-    pages = method.page_demand(spec, geometry)
-    longest = method.longest_demand(options.cache, geometry, d.max_model_len)
+    for_pass = method.cost.num_bytes(d.max_num_batched_tokens, d.max_model_len)
+    num_pages = pages_of_pool(room - for_pass, page_bytes)
+    page_demand = PageDemand(method, geometry)
+    pages = page_demand.most(spec)
+    longest = page_demand.longest(options.cache, d.max_model_len)
     requests, limit = d.max_num_seqs, "max_num_seqs"
     if longest > num_pages:
         requests = 0
@@ -264,11 +265,11 @@ def request_demand(
     for step_plan, progress in method.steps(spec):
         num_steps, rows = (
             num_steps + 1,
-            rows + step_plan.max_rows * method.runs(spec, step_plan),
+            rows + step_plan.max_rows * method.cost.num_runs(spec, step_plan),
         )
         if step_plan.retained > retained:
             held = (
-                sum(method.held(spec, progress.running, geometry)[PageKind.KV])
+                sum(page_demand.held(spec, progress.running)[PageKind.KV])
                 * geometry.page_size
             )
             retained = max(

@@ -18,6 +18,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
+from dllm_engine.cache_methods.page_demand import PageDemand
 from dllm_engine.decoding.messages import (
     DiffusionRunnerOutput,
     DiffusionSchedulerOutput,
@@ -180,6 +181,7 @@ class DiffusionModelRunner:
         if not self.options.uses_pages:
             return {}
         geometry, longest = self.geometry, self.model_config.max_model_len
+        demand = PageDemand(self.options.method, geometry)
         spec = PagePoolSpec(
             block_size=geometry.page_size,
             num_kv_heads=geometry.num_kv_heads,
@@ -187,9 +189,7 @@ class DiffusionModelRunner:
             dtype=self.model_config.dtype,
             pages_per_request=max(
                 1,
-                self.options.method.longest_demand(
-                    self.options.cache, geometry, longest
-                ),
+                demand.longest(self.options.cache, longest),
             ),
         )
         return {POOL_LAYER: spec}

@@ -31,7 +31,7 @@ def run_largest_batch(rank: Rank) -> None:
     num_rows = padded(rank.max_num_batched_tokens) or rank.max_num_batched_tokens
     longest, device, predictor = rank.max_model_len, rank.device, rank.predictor
     pass_memory = torch.empty(
-        rank.options.method.pass_bytes(num_rows, longest),
+        rank.options.method.cost.num_bytes(num_rows, longest),
         dtype=torch.uint8,
         device=device,
     )

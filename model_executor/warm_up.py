@@ -9,6 +9,7 @@ from vllm import SamplingParams
 from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 
+from dllm_engine.cache_methods.page_demand import PageDemand
 from dllm_engine.decoding.messages import (
     DiffusionSchedulerOutput,
     NewRequest,
@@ -149,11 +150,10 @@ class WarmUp:
 
     def _pages(self, spec: DecodingSpec) -> PageCounts:
         """The most pages of each table, over the life of a request."""
-        method, counts = self.runner.options.method, PageCounts()
+        demand = PageDemand(self.runner.options.method, self.runner.geometry)
+        counts = PageCounts()
         for running in spec.extreme_windows:
-            for kind, per_layer in method.held(
-                spec, running, self.runner.geometry
-            ).items():
+            for kind, per_layer in demand.held(spec, running).items():
                 counts[kind] = [
                     max(pair)
                     for pair in zip(per_layer, counts.get(kind, per_layer), strict=True)

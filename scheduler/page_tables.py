@@ -3,7 +3,8 @@
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.metrics.stats import PrefixCacheStats
 
-from dllm_engine.cache_methods.base import CacheMethod, guide_pages
+from dllm_engine.cache_methods.base import CacheMethod
+from dllm_engine.cache_methods.page_demand import PageDemand
 from dllm_engine.decoding.messages import DiffusionSchedulerOutput
 from dllm_engine.decoding.page_layout import (
     PageCounts,
@@ -37,7 +38,7 @@ class PageTables:
                 f"block_size={pages.hash_block_size}: prefixes are shared by pages of "
                 f"page_size={geometry.page_size} tokens; leave block_size unset"
             )
-        self.method = method
+        self.demand = PageDemand(method, geometry)
         self.geometry = geometry
         self.pages = pages
         self.shares_prefixes = pages.shares
@@ -78,7 +79,7 @@ class PageTables:
         ``is_alone``: nobody runs who might grow.
         """
         running = state.progress.running
-        demand = self.method.admission_demand(state.spec, running, self.geometry)
+        demand = self.demand.at_admission(state.spec, running)
         num_pages = self.pages.num_pages
         watermark = 0 if is_alone else int(self.watermark * num_pages)
         spare = max(watermark, int(kept_free * num_pages))
@@ -90,7 +91,7 @@ class PageTables:
     def grow(self, state: RequestState) -> bool:
         """Reserve what the running blocks add to a request's pages, if there is room."""
         running = state.progress.running
-        needed = self.method.num_held(state.spec, running, self.geometry)
+        needed = self.demand.num_held(state.spec, running)
         return self.pages.grow(state.request_id, needed)
 
     def record_prefix(self, state: RequestState) -> None:
@@ -122,10 +123,10 @@ class PageTables:
         """Give a request the pages of the guide, and with ``needs_pages`` what a step
         of the running blocks writes. ``output`` gets the tables that change.
         """
-        counts = state.page_counts | guide_pages(state.spec, self.geometry)
+        counts = state.page_counts | self.demand.guide(state.spec)
         if needs_pages and not state.pages_settled:
             running = state.progress.running
-            counts |= self.method.held(state.spec, running, self.geometry)
+            counts |= self.demand.held(state.spec, running)
         if counts != state.page_counts:
             output.page_tables[state.request_id] = self._resize(state, counts)
         num_held = sum(map(sum, counts.values()))

@@ -2,14 +2,14 @@
 pages that a request holds.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from dllm_engine.decoding.canvas_layout import Blocks, CanvasLayout, Span
+from dllm_engine.decoding.canvas_layout import Blocks, Span
 from dllm_engine.decoding.page_layout import PageCounts, PoolGeometry
 from dllm_engine.decoding.progress import Progress
-from dllm_engine.decoding.spec import CacheOptions, DecodingSpec, Guidance, Schedule
+from dllm_engine.decoding.spec import CacheOptions, DecodingSpec
 from dllm_engine.decoding.step_plan import (
     RefreshState,
     Retention,
@@ -26,6 +26,29 @@ ScorerName = Literal[
     "mask_voting", "all_voting", "prompt_voting", "mean_query", "snapkv", "random"
 ]
 """Names in ``cache_methods/scorers.py``."""
+
+
+@dataclass(frozen=True)
+class PassCost:
+    """What a forward pass costs beside its rows and pages."""
+
+    num_bytes: Callable[[int, int], int] = lambda rows, longest: 0
+    """``num_bytes(rows, max_model_len)``: memory that the pass holds."""
+    num_runs: Callable[[DecodingSpec, StepPlan], int] = lambda spec, plan: 1
+    """``num_runs(spec, plan)``: times that the rows of a step run through the layers,
+    one after the other."""
+
+
+@dataclass(frozen=True)
+class UniformSampler:
+    """ES-dLLM's sampler: equally many tokens per step in every model family, ordered by
+    plain probability if greedy.
+    """
+
+    only_with_delay_eos: bool = False
+    """Only requests with ``delay_eos`` ask for it."""
+    exceeds_threshold: bool = False
+    """A ``threshold`` must be exceeded, not just reached."""
 
 
 @dataclass(frozen=True)
@@ -61,43 +84,18 @@ class CacheMethod:
     before it, and never change. Then nothing is refreshed, requests with the same
     beginning share pages, a request that has lost its pages can fill new ones, and
     pages are reserved block by block."""
-    pass_bytes: Callable[[int, int], int] = lambda rows, longest: 0
-    """``pass_bytes(rows, max_model_len)``: bytes that a forward pass holds for this
-    method alone.
-    """
-    runs: Callable[[DecodingSpec, StepPlan], int] = lambda spec, plan: 1
-    """``runs(spec, plan)``: number of times that the rows of a step run through the
-    layers, one after the other.
-    """
-    uniform_sampler: Literal["never", "with_delay_eos", "always"] = "never"
-    """Requests that use ES-dLLM's sampler: equally many tokens per step in every model
-    family, ordered by plain probability if greedy. ``always`` also means that a
-    threshold must be exceeded, not just reached."""
-    paper_settings: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(
-        default_factory=dict
-    )
-    """Cache options of the papers: by family, then by a word of the model's name in
-    lower case. The first that the name has counts; a name with none of them gets the
-    last."""
-    unguided: Callable[[Any], str | None] = lambda options: None
-    """Settings among the options with which a step does not draft every position, as a
-    guide needs; None: there are none."""
-    refusal: Callable[[DecodingSpec], str | None] = lambda spec: None
-    """Reason why the engine's cache options do not suit a request; None: they do."""
-    tuned: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Values that `dllm tune` tries for the cache options that trade speed for accuracy
-    most.
-    """
-    largest: Callable[[Any], CacheOptions] = lambda options: options
-    """Options with which a request of unknown prompt length holds the most pages."""
+    cost: PassCost = PassCost()
+    sampler: UniformSampler | None = None
+    """None: requests sample as the model family's code does."""
 
     def settings_for(
         self, model: str, family: ModelFamily
     ) -> tuple[bool, Mapping[str, Any]]:
-        """True if a model's name selects ``paper_settings``, and the settings that the
+        """True if a model's name selects settings of papers, and the settings that the
         model gets.
         """
-        by_part, name = self.paper_settings.get(family.name, {"": {}}), own_name(model)
+        papers, name = self.options.paper_settings, own_name(model)
+        by_part = papers.get(family.name, {"": {}})
         told = next(
             (part for part in by_part if not part or has_word(name, part)), None
         )
@@ -131,87 +129,6 @@ class CacheMethod:
             progress.advance(
                 spec, min(plan.quota.count, progress.num_masked), retained=plan.retained
             )
-
-    def held(
-        self, spec: DecodingSpec, running: Blocks, geometry: PoolGeometry
-    ) -> PageCounts:
-        """Pages that a request holds while ``running`` run, including those of the
-        guide.
-        """
-        own = (
-            self.pages(spec, running, geometry)
-            if self.pages is not None and self.keeps(spec)
-            else {}
-        )
-        return own | guide_pages(spec, geometry)
-
-    def num_held(
-        self, spec: DecodingSpec, running: Blocks, geometry: PoolGeometry
-    ) -> int:
-        return sum(map(sum, self.held(spec, running, geometry).values()))
-
-    def page_demand(self, spec: DecodingSpec, geometry: PoolGeometry) -> int:
-        """The most pages a request holds at any time of its life."""
-        # What is left out behind a window would only make it hold less.
-        spec = replace(spec, layout=replace(spec.layout, suffix_blocks=None))
-        return max(
-            self.num_held(spec, running, geometry) for running in spec.extreme_windows
-        )
-
-    def admission_demand(
-        self, spec: DecodingSpec, running: Blocks, geometry: PoolGeometry
-    ) -> int:
-        """Pages reserved at admission with ``running`` blocks: the most that the
-        request can need. Methods that keep tokens for good reserve the pages that also
-        keep the running blocks."""
-        if not self.keeps_for_good:
-            return self.page_demand(spec, geometry)
-        following = min(running.stop, spec.layout.num_blocks - 1)
-        return self.num_held(spec, Blocks(following, following + 1), geometry)
-
-    def longest_demand(
-        self, options: CacheOptions, geometry: PoolGeometry, max_model_len: int
-    ) -> int:
-        """The most pages that any request of ``max_model_len`` can need.
-
-        Demand grows with the canvas, and evenly from prompt to response and with the
-        window, so the extremes bound it. Raises ``ValueError`` if the pages, or a
-        guide, do not suit the method.
-        """
-        if geometry.guide is not None and (settings := self.unguided(options)):
-            raise ValueError(
-                f"guide_model is not supported with {settings}: the guide needs a "
-                f"draft of every position; choose another cache method, or leave "
-                f"guide_model unset"
-            )
-
-        def demand(gen_length: int, block_length: int) -> int:
-            spec = DecodingSpec(
-                CanvasLayout(
-                    prompt_length=max_model_len - gen_length,
-                    gen_length=gen_length,
-                    block_length=block_length,
-                    shifts_logits=True,
-                ),
-                Schedule(steps=gen_length, block_add_threshold=0.0),
-                guidance=Guidance() if geometry.guide is not None else None,
-                cache=self.largest(options),
-            )
-            return self.page_demand(spec, geometry)
-
-        longest = max(max_model_len - 1, 1)
-        return max(demand(1, 1), demand(longest, 1), demand(longest, longest))
-
-
-def guide_pages(spec: DecodingSpec, geometry: PoolGeometry) -> PageCounts:
-    """Pages of the guide for a request, reserved for its whole life. The guide never
-    predicts beyond the last token.
-    """
-    return (
-        geometry.guide_pages(spec.layout.canvas_length - 1)
-        if spec.guidance is not None
-        else {}
-    )
 
 
 # What several methods plan and hold

@@ -1,10 +1,10 @@
 """A request's settings, as every plan sees them."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
@@ -27,18 +27,47 @@ class ParallelRule(NamedTuple):
     value: float
 
 
+PaperSettings = Mapping[str, Mapping[str, Mapping[str, Any]]]
+"""Cache options of papers: by family, then by a word of the model's name in lower case.
+The first that the name has counts; a name with none of them gets the last."""
+TunedValues = Mapping[str, Sequence[Any]]
+"""Values that `dllm tune` tries for the cache options that trade speed for accuracy
+most.
+"""
+
+
 class CacheOptions(BaseModel):
     """Options of a cache method; the methods without any use this class itself."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True
     )
+    paper_settings: ClassVar[PaperSettings] = {}
+    tuned: ClassVar[TunedValues] = {}
 
     @classmethod
     def of(cls, spec: "DecodingSpec") -> Self:
         """Options of a request of an engine whose cache method has these options."""
         assert isinstance(spec.cache, cls)
         return spec.cache
+
+    @property
+    def unguided(self) -> str | None:
+        """Settings with which a step does not draft every position, as a guide needs;
+        None: there are none.
+        """
+        return None
+
+    @property
+    def largest(self) -> Self:
+        """Options with which a request of unknown prompt length holds the most
+        pages.
+        """
+        return self
+
+    def refusal(self, spec: "DecodingSpec") -> str | None:
+        """Reason why these options do not suit a request; None: they do."""
+        return None
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ def space_of(
             .with_paper_settings(model, family)
             .cache
         )
-        tuned = CACHE_METHODS[method].tuned.items()
+        tuned = CACHE_METHODS[method].options.tuned.items()
         options[method] = [
             {name: v}
             for name, values in tuned

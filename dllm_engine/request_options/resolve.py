@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm.sampling_params import SamplingParams
 
+from dllm_engine.cache_methods.page_demand import PageDemand
 from dllm_engine.decoding.canvas_layout import CanvasLayout
 from dllm_engine.decoding.page_layout import PoolGeometry
 from dllm_engine.decoding.spec import (
@@ -284,14 +285,15 @@ def resolve_decoding(
     )
     top_p = params.top_p if options.top_p is None else options.top_p
     top_k = max(params.top_k if options.top_k is None else options.top_k, 0)
-    sampler = engine.method.uniform_sampler
-    if sampler == "always" or (sampler == "with_delay_eos" and options.delay_eos):
+    sampler = engine.method.sampler
+    if sampler is not None and sampler.only_with_delay_eos and not options.delay_eos:
+        sampler = None
+    if sampler is not None:
         family = replace(family, schedule="uniform", default_unmasking="low_confidence")
         if params.temperature == 0:
             top_p, top_k = 1.0, 0  # such requests go by the plain probability
-    unmasking, parallel = resolve_unmasking(options, family)
-    if sampler == "always" and parallel is not None and parallel.kind == "threshold":
-        parallel = parallel._replace(kind="exceeded_threshold")
+    exceeds = sampler is not None and sampler.exceeds_threshold
+    unmasking, parallel = resolve_unmasking(options, family, exceeds_threshold=exceeds)
     check_several_blocks(options, parallel)
     check_attention(options, family)
     max_post_steps = (
@@ -366,7 +368,7 @@ def resolve_decoding(
         if decision is None
         else PackedDecision(decision, options.passes or 1),
     )
-    if engine.method.keeps(spec) and (reason := engine.method.refusal(spec)):
+    if engine.method.keeps(spec) and (reason := engine.cache.refusal(spec)):
         raise InvalidRequestError(reason)
     if spec.unmasking.parallel is None and (
         spec.schedule.tokens_per_step or spec.schedule.block_steps
@@ -418,7 +420,7 @@ def check_room(
         )
     if (
         num_pages is not None
-        and (demand := engine.method.page_demand(spec, geometry)) > num_pages
+        and (demand := PageDemand(engine.method, geometry).most(spec)) > num_pages
     ):
         retain_less = (
             "lower retention_ratio, "

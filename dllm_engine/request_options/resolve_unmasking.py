@@ -87,12 +87,12 @@ def without_unsuited_defaults(
 
 
 def resolve_unmasking(
-    options: RequestOptions, family: ModelFamily
+    options: RequestOptions, family: ModelFamily, *, exceeds_threshold: bool = False
 ) -> tuple[str, ParallelRule | None]:
     """The request's unmasking policy and, with parallel unmasking, the rule that goes
-    with it.
+    with it. ``exceeds_threshold``: a ``threshold`` must be exceeded in every family.
     """
-    policy, rule = _policy_and_rule(options, family)
+    policy, rule = _policy_and_rule(options, family, exceeds_threshold)
     counts = [
         f"{name}={value}"
         for name in COUNT_OPTIONS
@@ -129,7 +129,7 @@ def resolve_unmasking(
 
 
 def _policy_and_rule(
-    options: RequestOptions, family: ModelFamily
+    options: RequestOptions, family: ModelFamily, exceeds_threshold: bool
 ) -> tuple[UnmaskingPolicy, ParallelRule | None]:
     if options.unmasking is not None and options.unmasking not in UNMASKING_POLICIES:
         raise InvalidRequestError(
@@ -143,7 +143,8 @@ def _policy_and_rule(
             f"{' and '.join(given)}: a step unmasks by one rule; give one of "
             f"{', '.join(PARALLEL_OPTIONS)}"
         )
-    rule, suited = _rule(options, family), [*UNMASKING_POLICIES.values()]
+    rule = _rule(options, family, exceeds_threshold)
+    suited = [*UNMASKING_POLICIES.values()]
     if rule is not None:
         suited = [each for each in suited if PARALLEL_RULES[rule.kind].suits(each)]
     elif options.certainty_sigma is not None:
@@ -166,19 +167,19 @@ def _policy_and_rule(
     )
 
 
-def _rule(options: RequestOptions, family: ModelFamily) -> ParallelRule | None:
-    """The rule that a request names, as its family has it."""
+def _rule(
+    options: RequestOptions, family: ModelFamily, exceeds_threshold: bool
+) -> ParallelRule | None:
+    """The rule that a request names, as its family or sampler has it."""
     for kind, value in options.rules.items():
         if (slow_fast := resolve_slow_fast(options, family)) is not None:
             value = slow_fast.fast_threshold
         if kind == "entropy_threshold" and family.strict_entropy_threshold:
             kind = "strict_entropy_threshold"
-        if (
-            kind == "threshold"
-            and family.attention == "block_causal"
-            and family.whole_blocks
-        ):
-            kind = "exceeded_threshold"  # as SDAR's and LLaDA2's code
+        # As SDAR's and LLaDA2's code.
+        exceeds = family.attention == "block_causal" and family.whole_blocks
+        if kind == "threshold" and (exceeds or exceeds_threshold):
+            kind = "exceeded_threshold"
         return ParallelRule(kind, value)
     return None
 

@@ -14,6 +14,7 @@ from vllm.platforms import current_platform
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from dllm_engine.admission import unsupported
+from dllm_engine.cache_methods.page_demand import PageDemand
 from dllm_engine.checkpoints import check_folder
 from dllm_engine.decoding.unmasking_policies import PARALLEL_RULES
 from dllm_engine.families import ModelFamily, barred_tokens, released_defaults
@@ -303,7 +304,8 @@ def _settle_engine_options(vllm_config: VllmConfig) -> EngineOptions:
     _ = options.layer_pass
     for name, rule in PARALLEL_RULES.items():
         PARALLEL_RULES.function(name, rule.selects)
-    options.method.longest_demand(options.cache, geometry, model_config.max_model_len)
+    page_demand = PageDemand(options.method, geometry)
+    page_demand.longest(options.cache, model_config.max_model_len)
     options = options.on_device(
         current_platform.device_type, model_config.enforce_eager
     )
@@ -405,7 +407,8 @@ def _tell_of_guessed_settings(
             guessed,
         )
     if guessed and not told:
-        parts = [repr(part) for part in options.method.paper_settings[family.name]]
+        by_part = options.method.options.paper_settings[family.name]
+        parts = [repr(part) for part in by_part]
         logger.warning_once(
             "cache_method=%r: the papers' settings depend on the model, and the name "
             "of %s holds none of %s; taking those of %s: %s. Set them in cache_options "

@@ -157,10 +157,10 @@ def test_freecache_keeps_blocks_of_256_with_and_without_a_guide(family):
         task.decoding,
         {k: task.guided[k] for k in ("gen_length", "block_length")},
     ):
-        method, spec = spec_of(
+        _, spec = spec_of(
             decoding, family, "freecache", **task.cache_options["freecache"]
         )
-        assert method.refusal(spec) is None
+        assert spec.cache.refusal(spec) is None
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def space(model="demo", **decoding):
 
 def test_values_that_are_tried_are_those_of_methods_and_requests():
     for method, owner in FULL_METHODS.items():
-        for name, values in owner.tuned.items():
+        for name, values in owner.options.tuned.items():
             for value in values:
                 EngineOptions.parse(
                     {"cache_method": method, "cache_options": {name: value}}

@@ -162,7 +162,7 @@ def test_the_activation_estimate_is_near_what_a_pass_holds(
     estimate = activation_bytes(load_config(str(tiny_llada)), 1, 4, rows)
     assert (
         0.7
-        < (estimate + FULL_METHODS[method].pass_bytes(rows, longest))
+        < (estimate + FULL_METHODS[method].cost.num_bytes(rows, longest))
         / most_bytes(runner.profile_run)
         < 1.5
     )

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from dllm_engine.cache_methods.page_demand import PageDemand
 from dllm_engine.decoding.canvas_layout import Blocks
 from dllm_engine.decoding.page_layout import PoolGeometry
 from dllm_engine.options import EngineOptions
@@ -96,7 +97,7 @@ def test_a_page_that_holds_no_row_of_features_is_refused_with_the_smallest_that_
             ValueError,
             match=r"page_size=1 is too small.*16 numbers.*row of 40.* works is 3",
         ):
-            engine.method.longest_demand(engine.cache, small, 64)
+            PageDemand(engine.method, small).longest(engine.cache, 64)
 
 
 @pytest.mark.parametrize("method", FULL_METHODS)
@@ -138,17 +139,14 @@ def test_no_request_needs_more_pages_than_the_longest_or_holds_more_than_it_need
             shifts_logits=draw.random() < 0.5,
             suffix_blocks=draw.choice([None, draw.randint(0, 5)]),
         )
-        demand = engine.method.page_demand(request, geometry)
-        assert demand <= engine.method.longest_demand(
-            engine.cache, geometry, max_model_len
-        ), seed
+        pages = PageDemand(engine.method, geometry)
+        demand = pages.most(request)
+        assert demand <= pages.longest(engine.cache, max_model_len), seed
         first = draw.randrange(request.layout.num_blocks)
         most = (
             first + 1
             if request.schedule.block_add_threshold is None
             else request.layout.num_blocks
         )
-        held = engine.method.held(
-            request, Blocks(first, draw.randint(first + 1, most)), geometry
-        )
+        held = pages.held(request, Blocks(first, draw.randint(first + 1, most)))
         assert sum(map(sum, held.values())) <= demand, seed

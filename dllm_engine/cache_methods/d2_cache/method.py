@@ -6,7 +6,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from dllm_engine.cache_methods.base import CacheMethod, hold_canvas, plan_on_canvas
+from dllm_engine.cache_methods.base import (
+    CacheMethod,
+    PassCost,
+    hold_canvas,
+    plan_on_canvas,
+)
 from dllm_engine.decoding.canvas_layout import Span
 from dllm_engine.decoding.progress import Progress
 from dllm_engine.decoding.spec import CacheOptions, DecodingSpec
@@ -38,6 +43,10 @@ class D2CacheOptions(CacheOptions):
     range_unit: Literal["masks", "block"] = "masks"
     """Masked positions are searched until ``masked_rows`` are found, and on to the next
     multiple of this: the number of masks in the block, or the length of the block."""
+
+    @property
+    def unguided(self) -> str:
+        return "cache_method='d2_cache'"
 
 
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
@@ -90,6 +99,5 @@ D2_CACHE = CacheMethod(
     "dllm_engine.cache_methods.d2_cache.layer_pass:RolloutPass",
     # Four float32 for each row and position: rollout and probabilities of every
     # request, and twice as much again while a layer is added.
-    pass_bytes=lambda rows, longest: 16 * rows * longest,
-    unguided=lambda options: "cache_method='d2_cache'",
+    cost=PassCost(num_bytes=lambda rows, longest: 16 * rows * longest),
 )

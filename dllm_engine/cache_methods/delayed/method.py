@@ -2,6 +2,8 @@
 were finished.
 """
 
+from typing import ClassVar
+
 from pydantic import Field
 
 from dllm_engine.cache_methods.base import (
@@ -10,12 +12,14 @@ from dllm_engine.cache_methods.base import (
     plan_behind_prefix,
 )
 from dllm_engine.decoding.progress import Progress
-from dllm_engine.decoding.spec import CacheOptions, DecodingSpec
+from dllm_engine.decoding.spec import CacheOptions, DecodingSpec, TunedValues
 from dllm_engine.decoding.step_plan import StepPlan
 
 
 class DelayedOptions(CacheOptions):
     """Options of ``delayed`` (d3LLM, arXiv 2601.07568)."""
+
+    tuned: ClassVar[TunedValues] = {"cache_delay": (0, 1, 2)}
 
     cache_delay: int = Field(default=1, ge=0)
     """Forward passes from the one that finishes a block to the one that keeps it. The
@@ -72,5 +76,4 @@ DELAYED = CacheMethod(
     hold_tokens(lambda spec, running: spec.layout.block_span(running.stop - 1).start),
     DelayedOptions,
     trims_suffix=True,
-    tuned={"cache_delay": (0, 1, 2)},
 )

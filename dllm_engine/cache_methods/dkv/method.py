@@ -3,17 +3,30 @@ after it was decoded.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from pydantic import Field
 
 from dllm_engine.cache_methods.base import CacheMethod, hold_canvas, plan_on_canvas
 from dllm_engine.decoding.progress import Progress
-from dllm_engine.decoding.spec import CacheOptions, DecodingSpec
+from dllm_engine.decoding.spec import (
+    CacheOptions,
+    DecodingSpec,
+    PaperSettings,
+    TunedValues,
+)
 from dllm_engine.decoding.step_plan import RefreshState, Scope, StepPlan
 
 
 class DKVOptions(CacheOptions):
     """Options of ``dkv`` (dKV-Cache-Decode, arXiv 2505.15781)."""
+
+    # The authors' interval for Dream is half of LLaDA's.
+    paper_settings: ClassVar[PaperSettings] = {
+        "LLaDA": {"": {"refresh_interval": 8}},
+        "Dream": {"": {"refresh_interval": 4}},
+    }
+    tuned: ClassVar[TunedValues] = {"refresh_interval": (4, 8, 16)}
 
     refresh_interval: int = Field(default=8, ge=1)
     """Steps of a window from one computation of the whole canvas to the next."""
@@ -63,10 +76,4 @@ DKV = CacheMethod(
     hold_canvas,
     DKVOptions,
     "dllm_engine.cache_methods.dkv.layer_pass:MaskedRowsPass",
-    # The authors' interval for Dream is half of LLaDA's.
-    paper_settings={
-        "LLaDA": {"": {"refresh_interval": 8}},
-        "Dream": {"": {"refresh_interval": 4}},
-    },
-    tuned={"refresh_interval": (4, 8, 16)},
 )

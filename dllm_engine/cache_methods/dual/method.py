@@ -1,5 +1,7 @@
 """Fast-dLLM (arXiv 2505.22618), DualCache: everything outside the window is kept."""
 
+from typing import ClassVar
+
 from pydantic import Field
 
 from dllm_engine.cache_methods.base import CacheMethod, hold_tokens, plan_on_canvas
@@ -11,7 +13,7 @@ from dllm_engine.cache_methods.window_refresh import (
 )
 from dllm_engine.decoding.canvas_layout import Blocks, Span
 from dllm_engine.decoding.progress import Progress
-from dllm_engine.decoding.spec import DecodingSpec
+from dllm_engine.decoding.spec import DecodingSpec, TunedValues
 from dllm_engine.decoding.step_plan import RefreshState, Retention, Scope, StepPlan
 
 
@@ -19,6 +21,8 @@ class DualOptions(RefreshOptions):
     """Options of ``dual`` (Fast-dLLM, arXiv 2505.22618). The defaults
     are the paper's.
     """
+
+    tuned: ClassVar[TunedValues] = {"refresh": ("all", "response", "near")}
 
     near_tokens: int = Field(default=32, ge=1)
     """Positions on each side of the window that are computed with it, with
@@ -69,5 +73,4 @@ DUAL = CacheMethod(
     DualOptions,
     "dllm_engine.cache_methods.dual.layer_pass:DualPass",
     trims_suffix=True,
-    tuned={"refresh": ("all", "response", "near")},
 )

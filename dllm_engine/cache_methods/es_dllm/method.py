@@ -5,21 +5,26 @@ leave the pass early.
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from dllm_engine.cache_methods.base import CacheMethod, plan_on_canvas
+from dllm_engine.cache_methods.base import CacheMethod, UniformSampler, plan_on_canvas
 from dllm_engine.decoding.canvas_layout import Blocks, Span
 from dllm_engine.decoding.page_layout import PageCounts, PageKind, PoolGeometry
 from dllm_engine.decoding.progress import Progress
-from dllm_engine.decoding.spec import CacheOptions, DecodingSpec
+from dllm_engine.decoding.spec import CacheOptions, DecodingSpec, TunedValues
 from dllm_engine.decoding.step_plan import RefreshState, Scope, StepPlan
 
 
 class ESDLLMOptions(CacheOptions):
     """Options of ``es_dllm`` (ES-dLLM, arXiv 2603.10088). Intervals count steps over
     the response, as if every block took a step per token."""
+
+    tuned: ClassVar[TunedValues] = {
+        "block_refresh_interval": (4, 8, 16),
+        "retention_ratio": (0.5, 1.0),
+    }
 
     indicator: Literal["hidden_state", "query", "key", "value", "none"] = "hidden_state"
     """Value that tells how much a row has changed. ``none``: no row is skipped, and
@@ -66,6 +71,12 @@ class ESDLLMOptions(CacheOptions):
         ):
             raise ValueError("fractions must fall, or stay, within (0, 1]")
         return value
+
+    @property
+    def unguided(self) -> str | None:
+        if not self.skips:
+            return None
+        return "cache_method='es_dllm' unless its cache option indicator is 'none'"
 
     @property
     def skips(self) -> bool:
@@ -225,11 +236,5 @@ ES_DLLM = CacheMethod(
     hold_canvas_and_copy,
     ESDLLMOptions,
     "dllm_engine.cache_methods.es_dllm.layer_pass:EarlySkipPass",
-    uniform_sampler="always",
-    unguided=lambda options: (
-        "cache_method='es_dllm' unless its cache option indicator is 'none'"
-        if options.skips
-        else None
-    ),
-    tuned={"block_refresh_interval": (4, 8, 16), "retention_ratio": (0.5, 1.0)},
+    sampler=UniformSampler(exceeds_threshold=True),
 )

@@ -2,6 +2,8 @@
 computed once.
 """
 
+from typing import ClassVar
+
 from pydantic import Field
 
 from dllm_engine.cache_methods.base import (
@@ -11,12 +13,14 @@ from dllm_engine.cache_methods.base import (
 )
 from dllm_engine.decoding.canvas_layout import Blocks
 from dllm_engine.decoding.progress import Progress
-from dllm_engine.decoding.spec import CacheOptions, DecodingSpec
+from dllm_engine.decoding.spec import CacheOptions, DecodingSpec, TunedValues
 from dllm_engine.decoding.step_plan import StepPlan
 
 
 class FreeCacheOptions(CacheOptions):
     """Options of ``freecache`` (FreeCache, arXiv 2505.21467, section 3.2.1)."""
+
+    tuned: ClassVar[TunedValues] = {"include_suffix": (True, False)}
 
     include_suffix: bool = True
     """Compute the masked tokens behind the window in every step too. False: the window
@@ -26,6 +30,23 @@ class FreeCacheOptions(CacheOptions):
     """Response tokens whose keys and values are kept together, once all of them are
     finished; until then every step computes them. A multiple of ``block_length`` (the
     paper: 256, with blocks of 64). None: one block."""
+
+    def refusal(self, spec: DecodingSpec) -> str | None:
+        """Cache blocks are whole blocks; a response of one block keeps nothing but its
+        prompt.
+        """
+        length = self.cache_block_length
+        if (
+            length is None
+            or spec.layout.num_blocks == 1
+            or length % spec.layout.block_length == 0
+        ):
+            return None
+        return (
+            f"block_length={spec.layout.block_length} does not divide the engine's "
+            f"cache_block_length={length}; choose one that does, or start the engine with "
+            f"another cache_block_length"
+        )
 
 
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
@@ -55,29 +76,9 @@ def clean_tokens(spec: DecodingSpec, running: Blocks) -> int:
     return spec.layout.prompt_length + finished - finished % together
 
 
-def refusal(spec: DecodingSpec) -> str | None:
-    """Cache blocks are whole blocks; a response of one block keeps nothing but its
-    prompt.
-    """
-    length = FreeCacheOptions.of(spec).cache_block_length
-    if (
-        length is None
-        or spec.layout.num_blocks == 1
-        or length % spec.layout.block_length == 0
-    ):
-        return None
-    return (
-        f"block_length={spec.layout.block_length} does not divide the engine's "
-        f"cache_block_length={length}; choose one that does, or start the engine with "
-        f"another cache_block_length"
-    )
-
-
 FREECACHE = CacheMethod(
     plan,
     hold_tokens(clean_tokens),
     FreeCacheOptions,
-    refusal=refusal,
     trims_suffix=True,
-    tuned={"include_suffix": (True, False)},
 )

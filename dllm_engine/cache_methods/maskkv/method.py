@@ -1,7 +1,7 @@
 """MaskKV (arXiv 2510.09309): the masked positions vote, and each KV head of each layer
 retains what its budget allows of the prompt; from then on dLLM-Cache's schedule."""
 
-from typing import Literal
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field
 
@@ -10,7 +10,7 @@ from dllm_engine.cache_methods.adaptive import (
     feature_pages,
     plan_adaptive,
 )
-from dllm_engine.cache_methods.base import CacheMethod, ScorerName
+from dllm_engine.cache_methods.base import CacheMethod, PassCost, ScorerName
 from dllm_engine.decoding.canvas_layout import Blocks
 from dllm_engine.decoding.page_layout import (
     PageCounts,
@@ -19,7 +19,7 @@ from dllm_engine.decoding.page_layout import (
     pages_for,
 )
 from dllm_engine.decoding.progress import Progress
-from dllm_engine.decoding.spec import DecodingSpec
+from dllm_engine.decoding.spec import DecodingSpec, TunedValues
 from dllm_engine.decoding.step_plan import Scope, StepPlan
 
 LayerBudgetName = Literal["uniform", "boundary", "pyramid", "squeeze"]
@@ -49,6 +49,11 @@ class MaskKVOptions(AdaptiveOptions):
     are the paper's.
     """
 
+    tuned: ClassVar[TunedValues] = {
+        "kv_budget": (128, 256, 512),
+        "response_refresh_interval": (3, 5, 10),
+    }
+
     response_refresh_interval: int = Field(default=5, ge=1)
     """As in ``dllm_cache``."""
     refresh_first_layer: bool = False
@@ -75,6 +80,13 @@ class MaskKVOptions(AdaptiveOptions):
     """Share of a layer's budget that every head gets, for
     ``head_budget="prompt_preference"``.
     """
+
+    @property
+    def largest(self) -> Self:
+        """A share of one prompt token is none, while of a few the heads of a rank may
+        retain them all.
+        """
+        return self.model_copy(update={"retention_ratio": 1.0})
 
 
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
@@ -107,6 +119,11 @@ def measures_layers(spec: DecodingSpec) -> bool:
     )
 
 
+def num_runs(spec: DecodingSpec, plan: StepPlan) -> int:
+    """A first pass that measures layers runs once more before it evicts."""
+    return 2 if plan.forward == 0 and measures_layers(spec) else 1
+
+
 def hold_budget_and_features(
     spec: DecodingSpec, running: Blocks, geometry: PoolGeometry
 ) -> PageCounts:
@@ -130,10 +147,5 @@ MASKKV = CacheMethod(
     hold_budget_and_features,
     MaskKVOptions,
     "dllm_engine.cache_methods.maskkv.layer_pass:MaskKVPass",
-    # A first pass that measures layers runs once more before it evicts.
-    runs=lambda spec, plan: 2 if plan.forward == 0 and measures_layers(spec) else 1,
-    # A share of one prompt token is none, while of a few the heads of a rank may retain
-    # them all.
-    largest=lambda options: options.model_copy(update={"retention_ratio": 1.0}),
-    tuned={"kv_budget": (128, 256, 512), "response_refresh_interval": (3, 5, 10)},
+    cost=PassCost(num_runs=num_runs),
 )

@@ -1,6 +1,6 @@
 """No cache: every step computes the whole canvas."""
 
-from dllm_engine.cache_methods.base import CacheMethod, plan_whole
+from dllm_engine.cache_methods.base import CacheMethod, UniformSampler, plan_whole
 
 # ES-dLLM's authors compare their cache with the same sampler without one; `delay_eos`
 # asks for that.
@@ -9,5 +9,5 @@ NONE = CacheMethod(
     attention=("full", "block_causal"),
     layer_pass="dllm_engine.model_executor.passes.base:DensePass",
     trims_suffix=True,
-    uniform_sampler="with_delay_eos",
+    sampler=UniformSampler(only_with_delay_eos=True),
 )

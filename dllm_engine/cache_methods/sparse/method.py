@@ -2,7 +2,7 @@
 matter most to it.
 """
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -14,7 +14,7 @@ from dllm_engine.cache_methods.window_refresh import (
 )
 from dllm_engine.decoding.canvas_layout import Blocks, Span
 from dllm_engine.decoding.progress import Progress
-from dllm_engine.decoding.spec import DecodingSpec
+from dllm_engine.decoding.spec import DecodingSpec, TunedValues
 from dllm_engine.decoding.step_plan import Retention, StepPlan
 
 
@@ -22,6 +22,12 @@ class SparseOptions(RefreshOptions):
     """Options of ``sparse`` (Sparse-dLLM, arXiv 2508.02558). The defaults are the
     paper's.
     """
+
+    tuned: ClassVar[TunedValues] = {
+        "retention_ratio": (0.25, 0.5, 0.75),
+        "update_delay": (0, 1),
+        "refresh": ("all", "response"),
+    }
 
     refresh: Literal["all", "response"] = "all"
     """Part of the canvas that is computed when the window moves: ``all``, or the
@@ -95,9 +101,4 @@ SPARSE = CacheMethod(
     SparseOptions,
     "dllm_engine.cache_methods.sparse.layer_pass:SparsePass",
     trims_suffix=True,
-    tuned={
-        "retention_ratio": (0.25, 0.5, 0.75),
-        "update_delay": (0, 1),
-        "refresh": ("all", "response"),
-    },
 )

@@ -1,0 +1,84 @@
+"""Pages that requests hold and reserve."""
+
+from dataclasses import dataclass, replace
+
+from dllm_engine.cache_methods.base import CacheMethod
+from dllm_engine.decoding.canvas_layout import Blocks, CanvasLayout
+from dllm_engine.decoding.page_layout import PageCounts, PoolGeometry
+from dllm_engine.decoding.spec import CacheOptions, DecodingSpec, Guidance, Schedule
+
+
+@dataclass(frozen=True)
+class PageDemand:
+    """Pages of requests of a cache method, in a pool of a geometry."""
+
+    method: CacheMethod
+    geometry: PoolGeometry
+
+    def held(self, spec: DecodingSpec, running: Blocks) -> PageCounts:
+        """Pages that a request holds while ``running`` run, including those of the
+        guide.
+        """
+        own: PageCounts = {}
+        if self.method.pages is not None and self.method.keeps(spec):
+            own = self.method.pages(spec, running, self.geometry)
+        return own | self.guide(spec)
+
+    def guide(self, spec: DecodingSpec) -> PageCounts:
+        """Pages of the guide for a request, reserved for its whole life. The guide
+        never predicts beyond the last token.
+        """
+        if spec.guidance is None:
+            return {}
+        return self.geometry.guide_pages(spec.layout.canvas_length - 1)
+
+    def num_held(self, spec: DecodingSpec, running: Blocks) -> int:
+        return sum(map(sum, self.held(spec, running).values()))
+
+    def most(self, spec: DecodingSpec) -> int:
+        """The most pages a request holds at any time of its life."""
+        # What is left out behind a window would only make it hold less.
+        spec = replace(spec, layout=replace(spec.layout, suffix_blocks=None))
+        return max(self.num_held(spec, running) for running in spec.extreme_windows)
+
+    def at_admission(self, spec: DecodingSpec, running: Blocks) -> int:
+        """Pages reserved at admission with ``running`` blocks: the most that the
+        request can need. Methods that keep tokens for good reserve the pages that also
+        keep the running blocks."""
+        if not self.method.keeps_for_good:
+            return self.most(spec)
+        following = min(running.stop, spec.layout.num_blocks - 1)
+        return self.num_held(spec, Blocks(following, following + 1))
+
+    def longest(self, options: CacheOptions, max_model_len: int) -> int:
+        """The most pages that any request of ``max_model_len`` can need.
+
+        Demand grows with the canvas, and evenly from prompt to response and with the
+        window, so the extremes bound it. Raises ``ValueError`` if the pages, or a
+        guide, do not suit the method.
+        """
+        has_guide = self.geometry.guide is not None
+        if has_guide and (settings := options.unguided):
+            raise ValueError(
+                f"guide_model is not supported with {settings}: the guide needs a "
+                f"draft of every position; choose another cache method, or leave "
+                f"guide_model unset"
+            )
+
+        def demand(gen_length: int, block_length: int) -> int:
+            layout = CanvasLayout(
+                prompt_length=max_model_len - gen_length,
+                gen_length=gen_length,
+                block_length=block_length,
+                shifts_logits=True,
+            )
+            spec = DecodingSpec(
+                layout,
+                Schedule(steps=gen_length, block_add_threshold=0.0),
+                guidance=Guidance() if has_guide else None,
+                cache=options.largest,
+            )
+            return self.most(spec)
+
+        longest = max(max_model_len - 1, 1)
+        return max(demand(1, 1), demand(longest, 1), demand(longest, longest))
