@@ -54,7 +54,7 @@ SERVING = {
     f"{_BEAM_SEARCH}.offline:BeamSearchOfflineMixin.beam_search": "input_processor:refuse_beam_search",
     f"{_BEAM_SEARCH}.online:BeamSearchOnlineMixin.beam_search": "input_processor:refuse_beam_search",
     "vllm.entrypoints.serve.engine.serving:BaseServing._get_trace_headers": "input_processor:let_others_run",
-    "vllm.entrypoints.launchers.api_server.app_state:init_app_state": "server.app:init_with_tool_calls",
+    "vllm.entrypoints.launchers.run_batch:run_batch": "server.run_batch:run_by_line",
     f"{_COMPLETION}.create_completion": "server.bodies:create_if_known",
     f"{_CHAT}.serving:OpenAIServingChat.create_chat_completion": "server.bodies:create_if_known",
     f"{_CHAT}.batch_serving:OpenAIServingChatBatch.create_batch_chat_completion": "server.bodies:create_if_known",

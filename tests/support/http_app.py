@@ -26,7 +26,9 @@ def app_client(
     model of ours or another.
     """
     model_config = SimpleNamespace(
-        get_pooling_task=lambda tasks: None, is_encoder_decoder=False
+        get_pooling_task=lambda tasks: None,
+        is_encoder_decoder=False,
+        skip_tokenizer_init=True,
     )
     if ours:
         model_config.is_dllm_engine, model_config.hf_config = (
@@ -75,6 +77,9 @@ class EngineInProcess:
 
     def check_admission(self, *args: Any, **kwargs: Any) -> None:
         """There is no queue."""
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
 
     async def is_tracing_enabled(self) -> bool:
         return False

@@ -12,20 +12,10 @@ from vllm.entrypoints.serve.middleware import authenticate
 from dllm_engine import playground
 from dllm_engine.options import EngineOptions
 from dllm_engine.structured_output.tool_calls import serve_tool_calls
-from dllm_engine.vllm_hooks.patch import Original, is_ours
+from dllm_engine.vllm_hooks.patch import Original
 from dllm_engine.vllm_hooks.server.bodies import BodyCheck
 from dllm_engine.vllm_hooks.server.error_forms import AnthropicErrors
 from dllm_engine.vllm_hooks.server.open_requests import Answers, OpenRequests
-
-
-async def init_with_tool_calls(
-    init: Original, engine_client: Any, state: Any, args: Any, *rest: Any, **kwargs: Any
-) -> None:
-    """Settle how tool calls are read before vLLM makes the objects that answer
-    requests, those of ``vllm run-batch`` too."""
-    if is_ours(engine_client):
-        serve_tool_calls(args, engine_client.vllm_config.model_config)
-    await init(engine_client, state, args, *rest, **kwargs)
 
 
 def extend_app(
@@ -41,6 +31,8 @@ def extend_app(
     register(args, app, supported_tasks, model_config, *rest, **kwargs)
     if not getattr(model_config, "is_dllm_engine", False):
         return
+    # How tool calls are read must be settled before vLLM makes the objects that answer.
+    serve_tool_calls(args, model_config)
     # What is added last runs first. vLLM adds its own middleware later: it checks the
     # API key before we read the body.
     app.add_middleware(BodyCheck)
