@@ -14,18 +14,15 @@ from dllm_engine.constraints.decision import unpacked_decision
 from dllm_engine.decoding.spec import DecodingSpec
 from dllm_engine.options import EngineOptions, shortened
 from dllm_engine.params import check_place
+from dllm_engine.request_options.ends import end_token_ids
+from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.request_options.fields import RequestOptions
 from dllm_engine.request_options.resolve import check_room, resolve_decoding
-from dllm_engine.request_options.resolve_tokens import (
-    check_token_numbers,
-    end_token_ids,
-    with_tokens,
-)
+from dllm_engine.request_options.sampling import check_token_numbers
 from dllm_engine.request_options.sampling_params import (
     CONSTRAINT,
     REASONING,
     DefaultLength,
-    InvalidRequestError,
     bytes_in,
     request_options,
 )
@@ -120,9 +117,7 @@ def check_request(
             prompt_length + params.max_tokens,
             max_model_len,
         )
-    spec = with_tokens(
-        resolve_decoding(params, prompt_length, family, engine), params, hf_config
-    )
+    spec = resolve_decoding(params, prompt_length, hf_config, engine)
     _check_given(spec.layout.template, spec.ends.tokens, hf_config)
     _check_decision(spec)
     if (

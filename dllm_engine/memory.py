@@ -243,7 +243,7 @@ def request_demand(
     }
     params = DiffusionParams(gen_length=d.response, block_length=d.block_length)
     with_defaults = options.model_copy(update={"request_defaults": defaults})
-    spec = resolve_decoding(params, d.prompt, config.family, with_defaults)
+    spec = resolve_decoding(params, d.prompt, config, with_defaults)
     for_pass = method.cost.num_bytes(d.max_num_batched_tokens, d.max_model_len)
     num_pages = pages_of_pool(room - for_pass, page_bytes)
     page_demand = PageDemand(method, geometry)

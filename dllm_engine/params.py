@@ -10,12 +10,10 @@ from vllm.sampling_params import SamplingParams
 
 from dllm_engine.families import LLADA
 from dllm_engine.options import EngineOptions, with_meanings
-from dllm_engine.request_options.fields import RequestOptions
-from dllm_engine.request_options.resolve_unmasking import resolve_unmasking
-from dllm_engine.request_options.sampling_params import (
-    InvalidRequestError,
-    parse_request_options,
-)
+from dllm_engine.request_options.errors import InvalidRequestError
+from dllm_engine.request_options.fields import RequestOptions, check_exclusions
+from dllm_engine.request_options.sampling_params import parse_request_options
+from dllm_engine.request_options.unmasking import policy_and_rule
 
 _OWN_OPTIONS: dict[str, Any] = dict.fromkeys(RequestOptions.model_fields) | {
     "top_p": 1.0,
@@ -113,7 +111,9 @@ class DiffusionParams(_Fields):
         }
         if chosen.get("top_k", 1) <= 0:  # -1 means all as well
             del chosen["top_k"]
-        resolve_unmasking(parse_request_options(chosen), LLADA)
+        options = parse_request_options(chosen)
+        check_exclusions(options)
+        policy_and_rule(options, LLADA)
         others = {
             name: value
             for name, value in (self.extra_args or {}).items()

@@ -212,7 +212,7 @@ class BatchCandidates:
         return [
             BiasedRows((self.requests == i) & (self.positions < bias.stop), bias)
             for i in self.members
-            for bias in self.batch.canvases[i].spec.sampling.token_biases
+            for bias in self.batch.canvases[i].spec.token_biases
         ]
 
     def split(

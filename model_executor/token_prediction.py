@@ -82,7 +82,7 @@ class SamplingSettings:
             else (spec.sampling.top_p, spec.sampling.top_k)
         )
         return cls(
-            spec.sampling.temperature, *filters, tempered, spec.sampling.least_confident
+            spec.sampling.temperature, *filters, tempered, spec.ends.least_confident
         )
 
     @property

@@ -54,12 +54,19 @@ class WarmUp:
         """A request of the engine's defaults, but for the steps and with one block at a
         time; half of its canvas is the response, or less."""
         gen_length = min(DEFAULT_GEN_LENGTH, canvas_length // 2)
-        params = SamplingParams(max_tokens=gen_length, temperature=temperature)
+        params = SamplingParams(
+            max_tokens=gen_length, temperature=temperature, ignore_eos=True
+        )
         # Whole blocks must fit as well.
         prompt_length = max(
             1, canvas_length - gen_length - (self.family.attention_block or 1) + 1
         )
-        spec = resolve_decoding(params, prompt_length, self.family, self.runner.options)
+        spec = resolve_decoding(
+            params,
+            prompt_length,
+            self.runner.model_config.hf_config,
+            self.runner.options,
+        )
         # Each block takes a first step and others.
         steps = min(
             max(2 * spec.layout.num_blocks, spec.schedule.steps // TOKENS_PER_STEP),

@@ -10,7 +10,6 @@ from dllm_engine.decoding.page_layout import PoolGeometry
 from dllm_engine.decoding.progress import Progress
 from dllm_engine.options import EngineOptions
 from dllm_engine.request_options.resolve import check_room, resolve_decoding
-from dllm_engine.request_options.resolve_tokens import with_tokens
 from dllm_engine.request_options.sampling_params import SOURCE, bytes_in
 from dllm_engine.scheduler.request_state import RequestState
 
@@ -33,9 +32,8 @@ class RequestResolver:
         if params is None or not request.prompt_token_ids:
             raise ValueError("a prompt of token ids and sampling parameters are needed")
         spec = resolve_decoding(
-            params, len(request.prompt_token_ids), self.hf_config.family, self.options
+            params, len(request.prompt_token_ids), self.hf_config, self.options
         )
-        spec = with_tokens(spec, params, self.hf_config)
         check_room(spec, self.options, self.max_rows, self.geometry, self.num_pages)
         seed = params.seed if params.seed is not None else self.seeds.getrandbits(63)
         source = bytes_in(params, SOURCE)

@@ -12,11 +12,8 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 from pydantic import BaseModel, ByteSize
 
 from dllm_engine.decoding.unmasking_policies import UNMASKING_POLICIES
-from dllm_engine.request_options.fields import (
-    COUNT_OPTIONS,
-    DEFAULTABLE_OPTIONS,
-    PARALLEL_OPTIONS,
-)
+from dllm_engine.request_options.fields import COUNT_OPTIONS, DEFAULTABLE_OPTIONS
+from dllm_engine.request_options.unmasking import PARALLEL_OPTIONS
 from dllm_engine.text import assignments, choices, did_you_mean
 
 DENOISING = tuple(name for name in DEFAULTABLE_OPTIONS if name != "retention_ratio")

@@ -24,10 +24,8 @@ from dllm_engine.cli.arguments import (
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.options import GUIDE_SETTINGS, EngineOptions
 from dllm_engine.quiet import be_quiet, progress_line
-from dllm_engine.request_options.fields import (
-    PARALLEL_OPTIONS,
-    RequestOptions,
-)
+from dllm_engine.request_options.fields import RequestOptions
+from dllm_engine.request_options.unmasking import PARALLEL_OPTIONS
 from dllm_engine.text import one_line
 from dllm_engine.vllm_hooks.release import check_release
 from dllm_engine.vllm_hooks.server.start import end_now

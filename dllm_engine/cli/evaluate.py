@@ -52,7 +52,7 @@ from dllm_engine.evaluation.own_tasks import (
 from dllm_engine.evaluation.paper_tasks import PAPERS, paper_table, tasks_of_papers
 from dllm_engine.evaluation.plots import draw_reliability, draw_tradeoff, plot_beside
 from dllm_engine.options import EngineOptions
-from dllm_engine.request_options.fields import GUIDE_OPTIONS
+from dllm_engine.request_options.guidance import GuideOptions
 from dllm_engine.text import method_text
 
 FREE = (
@@ -208,7 +208,7 @@ def add_comparison_arguments(parser: argparse.ArgumentParser) -> None:
     rules += f"{', '.join(RULES)}, or guided=MODEL with a guide, and behind it +NAME=VALUE of other options"
     add_value(group, "--unmasking-rules", str, "RULE,…", rules)
     add_decoding_arguments(
-        parser, without=(*RULES, "unmasking", "guided", *GUIDE_OPTIONS)
+        parser, without=(*RULES, "unmasking", *GuideOptions.model_fields)
     )
     add_engine_arguments(parser)
 

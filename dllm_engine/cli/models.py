@@ -15,10 +15,8 @@ from dllm_engine.decoding.unmasking_policies import (
 )
 from dllm_engine.entry_points import OWN_PACKAGE, EntryPointGroup
 from dllm_engine.families import FAMILIES
-from dllm_engine.request_options.fields import (
-    PARALLEL_OPTIONS,
-    RequestOptions,
-)
+from dllm_engine.request_options.fields import RequestOptions
+from dllm_engine.request_options.unmasking import PARALLEL_OPTIONS
 from dllm_engine.text import format_table
 
 _KINDS = {

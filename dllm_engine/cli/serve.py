@@ -131,7 +131,7 @@ def merged_config(args: argparse.Namespace) -> dict[str, Any]:
     engine = EngineOptions.parse(options)
     if engine.request_defaults:
         check_release()  # what checks them needs it
-        from dllm_engine.request_options.resolve import check_request_defaults
+        from dllm_engine.request_options.defaults import check_request_defaults
 
         check_request_defaults(engine)
     return additional | {OPTIONS_KEY: options} if options else additional

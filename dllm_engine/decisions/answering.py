@@ -19,7 +19,7 @@ from dllm_engine.decisions.openai_form import read_questions
 from dllm_engine.decisions.questions import Answer, Question
 from dllm_engine.figures import DiffusionFigures
 from dllm_engine.options import EngineOptions
-from dllm_engine.request_options.sampling_params import InvalidRequestError
+from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.structured_output.requests import reading
 from dllm_engine.vllm_hooks.server.prompts import PromptRequest, prompt_tokens
 

@@ -30,7 +30,8 @@ from dllm_engine.decisions.questions import (
     answered,
 )
 from dllm_engine.options import EngineOptions
-from dllm_engine.request_options.sampling_params import DECISION, InvalidRequestError
+from dllm_engine.request_options.errors import InvalidRequestError
+from dllm_engine.request_options.sampling_params import DECISION
 from dllm_engine.structured_output.requests import serialized_tokenizer
 
 Message = dict[str, Any]

@@ -19,7 +19,8 @@ from dllm_engine.decisions.requests import (
 )
 from dllm_engine.decoding.unmasking_policies import MOST_TOKENS
 from dllm_engine.infill.http import length_of, set_length
-from dllm_engine.request_options.sampling_params import DECISION, InvalidRequestError
+from dllm_engine.request_options.errors import InvalidRequestError
+from dllm_engine.request_options.sampling_params import DECISION
 from dllm_engine.structured_output.requests import reading
 from dllm_engine.vllm_hooks.server.prompts import PromptRequest, prompt_tokens
 

@@ -13,7 +13,8 @@ from dllm_engine.constraints.decision import unpacked_decision
 from dllm_engine.decisions.build import DecisionInput
 from dllm_engine.figures import DiffusionFigures
 from dllm_engine.options import EngineOptions
-from dllm_engine.request_options.sampling_params import DECISION, InvalidRequestError
+from dllm_engine.request_options.errors import InvalidRequestError
+from dllm_engine.request_options.sampling_params import DECISION
 from dllm_engine.structured_output.automata import built, when_built
 from dllm_engine.structured_output.requests import (
     check_size,

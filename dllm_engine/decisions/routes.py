@@ -19,7 +19,7 @@ from vllm.utils import random_uuid
 from dllm_engine.decisions import http, openai_form, systemone_form
 from dllm_engine.decisions.answering import answer_over_http
 from dllm_engine.decisions.questions import QuestionError
-from dllm_engine.request_options.sampling_params import InvalidRequestError
+from dllm_engine.request_options.errors import InvalidRequestError
 
 DECISIONS, SYSTEM_ONE, MODELS = "/v1/decisions", "/v1/systemone", "/v1/models"
 ROUTES = (DECISIONS, SYSTEM_ONE, MODELS)

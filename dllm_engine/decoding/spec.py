@@ -120,6 +120,17 @@ class Schedule:
     tokens_per_step: int | None = None
     block_add_threshold: float | None = None
 
+    def steps_per_block(self, layout: CanvasLayout) -> tuple[int, ...]:
+        if self.tokens_per_step is not None:
+            return tuple(
+                -(-masks // self.tokens_per_step) for masks in layout.masks_per_block
+            )
+        sizes = [layout.block_span(block).size for block in range(layout.num_blocks)]
+        if self.block_steps is None:
+            return split_steps(self.steps, sizes)
+        whole = layout.block_length if layout.fills_blocks else 1
+        return tuple(min(self.block_steps, max(size, whole)) for size in sizes)
+
 
 @dataclass(frozen=True)
 class Unmasking:
@@ -144,9 +155,6 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     token_biases: tuple[TokenBias, ...] = ()
-    """Added to the logits before all else."""
-    least_confident: frozenset[int] = frozenset()
-    """Tokens that no confidence counts, and that are filled in after all others."""
 
 
 @dataclass(frozen=True)
@@ -158,8 +166,10 @@ class Ends:
     """Canvas position before which the response may not end."""
     early_stop: bool = False
     delay_eos: bool = False
-    confidence_eos_eot_inf: bool = False
-    logits_eos_inf: bool = False
+    barred: tuple[TokenBias, ...] = ()
+    """End tokens that are not chosen, up to a canvas position."""
+    least_confident: frozenset[int] = frozenset()
+    """Tokens that no confidence counts, and that are filled in after all others."""
 
 
 @dataclass(frozen=True)
@@ -229,6 +239,11 @@ class DecodingSpec:
     """None: the request is no decision."""
 
     @property
+    def token_biases(self) -> tuple[TokenBias, ...]:
+        """Added to the logits before all else."""
+        return (*self.ends.barred, *self.sampling.token_biases)
+
+    @property
     def needs_per_step_output(self) -> bool:
         """True if a step must output more than the positions that it unmasks."""
         return (
@@ -259,17 +274,7 @@ class DecodingSpec:
 
     @cached_property
     def steps_per_block(self) -> tuple[int, ...]:
-        layout, schedule = self.layout, self.schedule
-        if schedule.tokens_per_step is not None:
-            return tuple(
-                -(-masks // schedule.tokens_per_step)
-                for masks in layout.masks_per_block
-            )
-        sizes = [layout.block_span(block).size for block in range(layout.num_blocks)]
-        if schedule.block_steps is None:
-            return split_steps(schedule.steps, sizes)
-        whole = layout.block_length if layout.fills_blocks else 1
-        return tuple(min(schedule.block_steps, max(size, whole)) for size in sizes)
+        return self.schedule.steps_per_block(self.layout)
 
     @property
     def scheduled_per_block(self) -> tuple[int, ...]:

@@ -76,6 +76,8 @@ class UnmaskingRule:
     """
     least_by_schedule: bool = True
     """True if ``steps_per_block`` sets the minimum number of positions of a step."""
+    in_spans: bool = False
+    """True if the rule fills spans of a block, which passes find (``SpanState``)."""
     tuned: tuple[float, ...] = ()
     """Values that `dllm tune` tries, the most careful first."""
 

@@ -24,7 +24,7 @@ from dllm_engine.evaluation.likelihood import (
     batches_of,
     weighted_canvases,
 )
-from dllm_engine.request_options.sampling_params import InvalidRequestError
+from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.vllm_hooks.server.prompts import (
     PromptRequest,
     Tokens,

@@ -112,7 +112,7 @@ def complete_requests(
     import torch
     from vllm.sampling_params import RequestOutputKind
 
-    from dllm_engine.request_options.resolve_tokens import end_token_ids
+    from dllm_engine.request_options.ends import end_token_ids
 
     engine, config = llm.llm_engine, llm.model_config.hf_config
     at_once = engine.vllm_config.scheduler_config.max_num_seqs

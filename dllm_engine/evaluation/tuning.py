@@ -20,7 +20,8 @@ from dllm_engine.evaluation.comparison import (
     mean_and_error,
 )
 from dllm_engine.options import EngineOptions
-from dllm_engine.request_options.fields import COUNT_OPTIONS, PARALLEL_OPTIONS
+from dllm_engine.request_options.fields import COUNT_OPTIONS
+from dllm_engine.request_options.unmasking import PARALLEL_OPTIONS
 from dllm_engine.text import assignments, method_text
 
 Options = dict[str, Any]
@@ -131,7 +132,7 @@ def space_of(
     """The space for a model whose requests have options ``decoding``; None: all cache
     methods that suit the model. Where attention goes by blocks they keep their length,
     and run one at a time."""
-    from dllm_engine.request_options.resolve import checkpoint_defaults
+    from dllm_engine.request_options.defaults import checkpoint_defaults
     from dllm_engine.request_options.sampling_params import DEFAULT_GEN_LENGTH
 
     config = load_config(model)

@@ -8,11 +8,9 @@ from typing import Any
 from vllm.utils.async_utils import make_async
 
 from dllm_engine.infill.template import check_length, filled_in, response_template
+from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.request_options.fields import RequestOptions
-from dllm_engine.request_options.sampling_params import (
-    InvalidRequestError,
-    parse_request_options,
-)
+from dllm_engine.request_options.sampling_params import parse_request_options
 
 _LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 """Names of the length in the request classes; the first that is set counts."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import groupby, product
 from typing import Any
 
-from dllm_engine.request_options.sampling_params import InvalidRequestError
+from dllm_engine.request_options.errors import InvalidRequestError
 
 Piece = str | int | tuple[int, ...]
 """Given text, or a hole of so many tokens; of several sizes the surest is kept."""

@@ -1,14 +1,12 @@
-"""The options of a request in vLLM's sampling parameters, and the error of one that
-cannot be served.
-"""
+"""The options of a request in vLLM's sampling parameters."""
 
 from typing import Any
 
 from pydantic import ValidationError
-from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
 from dllm_engine.options import explain
+from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.request_options.fields import RequestOptions
 
 DEFAULT_GEN_LENGTH = 256
@@ -41,10 +39,6 @@ _TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
 """Fields of requests that vLLM's server puts into ``extra_args``, also where they are
 empty.
 """
-
-
-class InvalidRequestError(VLLMValidationError, ValueError):
-    """A request that cannot be served as asked. vLLM's server answers it with 400."""
 
 
 def request_options(params: SamplingParams) -> RequestOptions:

@@ -21,7 +21,7 @@ from cachetools import LRUCache
 from vllm.exceptions import GenerationError, RetryableRequestError
 from vllm.logger import init_logger
 
-from dllm_engine.request_options.sampling_params import InvalidRequestError
+from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.structured_output.build import REFUSED
 
 logger = init_logger(f"vllm.{__name__}")

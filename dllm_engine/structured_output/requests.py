@@ -15,11 +15,8 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.tokenizers import TokenizerLike
 
 from dllm_engine.options import EngineOptions
-from dllm_engine.request_options.sampling_params import (
-    CONSTRAINT,
-    REASONING,
-    InvalidRequestError,
-)
+from dllm_engine.request_options.errors import InvalidRequestError
+from dllm_engine.request_options.sampling_params import CONSTRAINT, REASONING
 from dllm_engine.structured_output.automata import built, is_kept, when_built
 from dllm_engine.structured_output.build import BuildInput, Grammar
 from dllm_engine.structured_output.compiler import Vocabulary

@@ -18,7 +18,7 @@ from vllm.tool_parsers import ToolParserManager
 from vllm.tool_parsers.abstract_tool_parser import ToolParser
 
 from dllm_engine.demo import DEMO_MODELS
-from dllm_engine.request_options.sampling_params import InvalidRequestError
+from dllm_engine.request_options.errors import InvalidRequestError
 
 logger = init_logger(f"vllm.{__name__}")
 

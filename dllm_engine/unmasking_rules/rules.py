@@ -104,5 +104,6 @@ SLOW_FAST = UnmaskingRule(
     "dictionary of options; those left out are as in the authors' code for the family, "
     "and ``{}`` leaves out all. For the policy ``low_confidence``.",
     untempered=True,
+    in_spans=True,
 )
-"""SlowFast sampling's (arXiv 2506.10848), within a span (``SpanState``)."""
+"""SlowFast sampling's (arXiv 2506.10848)."""

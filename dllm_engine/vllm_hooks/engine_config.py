@@ -31,12 +31,15 @@ from dllm_engine.model_executor.models.configs import Config, unsupported_model
 from dllm_engine.model_name import own_name
 from dllm_engine.options import OPTIONS_KEY, EngineOptions, shortened
 from dllm_engine.quiet import keep_our_warnings
-from dllm_engine.request_options.fields import RequestOptions, with_defaults
-from dllm_engine.request_options.resolve import (
+from dllm_engine.request_options.defaults import (
     check_request_defaults,
     checkpoint_defaults,
 )
-from dllm_engine.request_options.resolve_unmasking import check_attention
+from dllm_engine.request_options.fields import (
+    RequestOptions,
+    check_attention,
+    with_defaults,
+)
 from dllm_engine.request_options.sampling_params import DEFAULT_GEN_LENGTH
 from dllm_engine.text import assignments, did_you_mean
 from dllm_engine.vllm_hooks import input_processor, patch, table

@@ -15,10 +15,10 @@ from dllm_engine.admission import check_request, check_types, settled_params
 from dllm_engine.decoding.unmasking_policies import MOST_TOKENS
 from dllm_engine.infill.template import check_length
 from dllm_engine.params import DiffusionParams
+from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.request_options.sampling_params import (
     SOURCE,
     DefaultLength,
-    InvalidRequestError,
     LongestLength,
 )
 from dllm_engine.structured_output.automata import count_request

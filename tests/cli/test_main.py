@@ -19,7 +19,7 @@ from dllm_engine.cli.models import describe
 from dllm_engine.decoding.unmasking_policies import UNMASKING_POLICIES
 from dllm_engine.demo import model_path
 from dllm_engine.families import FAMILIES
-from dllm_engine.request_options.fields import PARALLEL_OPTIONS
+from dllm_engine.request_options.unmasking import PARALLEL_OPTIONS
 from dllm_engine.text import one_line
 
 PLAN, SERVE = ["plan", "GSAI-ML/LLaDA-8B-Instruct"], ["serve", "demo", "--port", "0"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dllm_engine import DiffusionParams
-from dllm_engine.request_options.sampling_params import InvalidRequestError
+from dllm_engine.request_options.errors import InvalidRequestError
 from tests.oracles.decisions import decide, given_masked
 from tests.oracles.models import PlainModel
 from tests.support.engines import assert_nothing_left, generate, runner_of

@@ -11,7 +11,7 @@ from openai import BadRequestError
 from dllm_engine.decisions.fields import read_fields
 from dllm_engine.decisions.requests import decision_params, schema_of
 from dllm_engine.model_executor.constraints.running_decision import RunningDecision
-from dllm_engine.request_options.sampling_params import InvalidRequestError
+from dllm_engine.request_options.errors import InvalidRequestError
 from tests.support.engines import assert_nothing_left
 
 PROMPT = "Tom=48. Ida=07. Give: Ida, Tom"

@@ -26,12 +26,9 @@ from dllm_engine.families import FAMILIES
 from dllm_engine.llm import LLM
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
-from dllm_engine.request_options.fields import (
-    DEFAULTABLE_OPTIONS,
-    PARALLEL_OPTIONS,
-    RequestOptions,
-)
+from dllm_engine.request_options.fields import DEFAULTABLE_OPTIONS, RequestOptions
 from dllm_engine.request_options.sampling_params import DEFAULT_GEN_LENGTH
+from dllm_engine.request_options.unmasking import PARALLEL_OPTIONS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = {DOCS / "reference.md": 5, DOCS / "papers.md": 1}

@@ -18,7 +18,7 @@ from dllm_engine.evaluation.tuning import (
 )
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
-from dllm_engine.request_options.fields import PARALLEL_OPTIONS
+from dllm_engine.request_options.unmasking import PARALLEL_OPTIONS
 from tests.support.plans import FULL_METHODS
 
 

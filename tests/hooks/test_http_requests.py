@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from dllm_engine.request_options.sampling_params import InvalidRequestError
+from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.vllm_hooks import input_processor, patch, table
 from tests.support.engines import assert_nothing_left
 from tests.support.http_app import chunks_of, length_of, refusal

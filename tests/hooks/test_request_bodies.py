@@ -16,8 +16,8 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
 from dllm_engine.params import ELSEWHERE, VLLM_OPTIONS
+from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.request_options.fields import RequestOptions
-from dllm_engine.request_options.sampling_params import InvalidRequestError
 from dllm_engine.vllm_hooks.server.bodies import MOST_BYTES, BodyCheck, create_if_known
 from tests.support.http_app import app_client, refusal
 

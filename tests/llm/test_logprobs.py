@@ -10,7 +10,7 @@ from vllm.logprobs import FlatLogprobs
 from dllm_engine import DiffusionParams
 from dllm_engine.families import LLADA
 from dllm_engine.options import EngineOptions
-from dllm_engine.request_options.sampling_params import InvalidRequestError
+from dllm_engine.request_options.errors import InvalidRequestError
 from tests.oracles.models import PlainModel
 from tests.support import tiny_checkpoints
 from tests.support.engines import completion_of

@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from dllm_engine import DiffusionParams
-from dllm_engine.request_options.sampling_params import InvalidRequestError
+from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.vllm_hooks import patch, table
 
 patch.apply(
@@ -116,11 +116,11 @@ REFUSED = [
     ({"factor": math.inf}, "factor=inf: Input should be a finite number"),
     (
         {"steps_per_block": 4, "tokens_per_step": 2},
-        "tokens_per_step=2 and steps_per_block=4 both say how many tokens",
+        "steps_per_block=4 and tokens_per_step=2 both say how many tokens",
     ),
     (
         {"steps_per_block": 4, "slow_fast": {}},
-        "steps_per_block=4: with slow_fast, passes do not count",
+        "slow_fast={} and steps_per_block=4: passes over spans do not count",
     ),
     (
         {"certainty_sigma": 9.0, "unmasking": "entropy"},

@@ -15,21 +15,16 @@ from dllm_engine.demo import DEMO_MODELS
 from dllm_engine.families import DREAM, LLADA
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
-from dllm_engine.request_options.resolve import (
-    check_request_defaults,
-    resolve_decoding,
-)
-from dllm_engine.request_options.sampling_params import InvalidRequestError
-from tests.support import tiny_checkpoints
+from dllm_engine.request_options.defaults import check_request_defaults
+from dllm_engine.request_options.errors import InvalidRequestError
+from dllm_engine.request_options.resolve import resolve_decoding
+from tests.support import plans, tiny_checkpoints
 from tests.support.engines import start_engine
-from tests.support.plans import settings_of
 
 
 def resolved(defaults, family=LLADA, *, engine=None, gen_length=64, **asked):
     options = EngineOptions.parse({"request_defaults": defaults} | (engine or {}))
-    return resolve_decoding(
-        DiffusionParams(gen_length=gen_length, **asked), 10, family, options
-    )
+    return plans.resolved(family, options, gen_length=gen_length, **asked)
 
 
 DEFAULTS = {"block_length": 16, "steps": 32, "unmasking": "random"}
@@ -92,7 +87,7 @@ DREAMS = SlowFast(
         (
             {"logits_eos_inf": True},
             {"logits_eos_inf": False},
-            {"logits_eos_inf": False},
+            {"barred": ()},
         ),
         (
             {},
@@ -141,7 +136,7 @@ DREAMS = SlowFast(
         (
             {"confidence_eos_eot_inf": True},
             {"unmasking": "random"},
-            {"confidence_eos_eot_inf": False},
+            {"least_confident": frozenset()},
         ),
         ({"early_stop": True}, {"ignore_eos": True}, {"early_stop": False}),
     ],
@@ -151,7 +146,7 @@ def test_they_are_for_requests_that_name_nothing_and_come_before_the_familys(
     defaults, asked, expected
 ):
     spec = resolved(defaults, **asked)
-    assert expected.items() <= settings_of(spec).items()
+    assert expected.items() <= plans.settings_of(spec).items()
 
 
 LENIENT = {"guide_top_k": 2, "guide_threshold": 0.5}
@@ -188,7 +183,7 @@ BLOCKS = {"block_add_threshold": 0.2, "ignore_eos": True}
         ({"steps": 2}, "steps=2 is out of range"),
         (
             BLOCKS | {"slow_fast": {}},
-            r"block_add_threshold=0.2 and slow_fast=\{\}: SlowFast sampling runs",
+            r"slow_fast=\{\} and block_add_threshold=0.2: spans are in one block",
         ),
         (
             BLOCKS,
@@ -234,9 +229,9 @@ def test_what_a_request_cannot_have_is_named(asked, message):
         ),
         (
             {"stream_granularity": "step"},
-            "no 'stream_granularity'.* block_length, steps",
+            "no 'stream_granularity'.* block_length, suffix_blocks",
         ),
-        ({"steps": 8, "tokens_per_step": 2}, "tokens_per_step=2 and steps=8"),
+        ({"steps": 8, "tokens_per_step": 2}, "steps=8 and tokens_per_step=2"),
         ({"guide_top_k": 2}, "guide_top_k=2: the engine has no guide"),
     ],
     ids=str,
@@ -263,9 +258,11 @@ def decoded(llm, params=None):
     (output,) = llm.generate({"prompt_token_ids": whole_block}, params, use_tqdm=False)
     config = llm.llm_engine.vllm_config
     params = settled_params(params, whole_block, None, config)
-    family = config.model_config.hf_config.family
     spec = resolve_decoding(
-        params, len(whole_block), family, EngineOptions.from_vllm_config(config)
+        params,
+        len(whole_block),
+        config.model_config.hf_config,
+        EngineOptions.from_vllm_config(config),
     )
     return (
         spec.layout.gen_length,

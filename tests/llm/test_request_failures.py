@@ -14,7 +14,7 @@ from dllm_engine.decoding.canvas_layout import CanvasLayout
 from dllm_engine.model_executor import step_report
 from dllm_engine.model_executor.failures import failure_of
 from dllm_engine.model_executor.unmasking import filling
-from dllm_engine.request_options.sampling_params import InvalidRequestError
+from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.scheduler.request_state import RequestState
 from tests.support.engines import (
     EACH_METHOD_WITH_A_MODEL,

@@ -12,8 +12,8 @@ from vllm.engine.arg_utils import EngineArgs
 
 from dllm_engine import DiffusionParams, quiet
 from dllm_engine.demo import DEMO_GUIDE_DIR
-from dllm_engine.request_options.sampling_params import InvalidRequestError
-from dllm_engine.scheduler import request_queue
+from dllm_engine.request_options.errors import InvalidRequestError
+from dllm_engine.scheduler import diffusion_scheduler
 from tests.support.engines import generate, scheduler_of, start_engine
 
 LLAMA = str(DEMO_GUIDE_DIR)
@@ -194,7 +194,9 @@ def test_one_line_says_which_method_and_pages_are_in_use(
 ):
     lines = []
     monkeypatch.setattr(
-        request_queue.logger, "info", lambda text, *args: lines.append(text % args)
+        diffusion_scheduler.logger,
+        "info",
+        lambda text, *args: lines.append(text % args),
     )
     start_engine(
         tiny_llada, max_model_len=128, kv_cache_memory_bytes=1 << 20, **settings

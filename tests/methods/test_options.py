@@ -8,8 +8,8 @@ from dllm_engine import DiffusionParams
 from dllm_engine.decoding.unmasking_policies import UNMASKING_POLICIES
 from dllm_engine.families import DREAM, LLADA
 from dllm_engine.options import EngineOptions
-from dllm_engine.request_options.fields import PARALLEL_OPTIONS
-from dllm_engine.request_options.sampling_params import InvalidRequestError
+from dllm_engine.request_options.errors import InvalidRequestError
+from dllm_engine.request_options.unmasking import PARALLEL_OPTIONS
 from dllm_engine.vllm_hooks import engine_config
 from tests.support.engines import generate, scheduler_of
 from tests.support.plans import resolved

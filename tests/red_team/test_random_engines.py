@@ -14,7 +14,8 @@ import pytest
 from dllm_engine import DiffusionParams
 from dllm_engine.cache_methods import CACHE_METHODS
 from dllm_engine.families import Attention
-from dllm_engine.request_options.fields import END_OPTIONS, PARALLEL_OPTIONS
+from dllm_engine.request_options.fields import END_OPTIONS
+from dllm_engine.request_options.unmasking import PARALLEL_OPTIONS
 from tests.support.engines import assert_nothing_left, generate, scheduler_of
 from tests.support.plans import draw_cache_options
 from tests.support.random_decisions import decision_params, random_decision

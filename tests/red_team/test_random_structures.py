@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 from vllm.sampling_params import StructuredOutputsParams
 
 from dllm_engine import DiffusionParams
-from dllm_engine.request_options.sampling_params import InvalidRequestError
+from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.structured_output import automata
 from dllm_engine.structured_output.build import build
 from tests.structured_output.test_json import schemas

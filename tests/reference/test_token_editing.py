@@ -14,7 +14,7 @@ from dllm_engine import DiffusionParams
 from dllm_engine.constraints.automaton import unpacked
 from dllm_engine.constraints.constraint import Constraint
 from dllm_engine.families import LLADA, LLADA2
-from dllm_engine.request_options.sampling_params import InvalidRequestError
+from dllm_engine.request_options.errors import InvalidRequestError
 from tests.support.answers import params_of
 from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of
 from tests.support.fake_cuda_graphs import record_steps
@@ -291,7 +291,7 @@ def test_a_threshold_of_one_and_no_more_steps_is_no_editing(llm):
         (
             LLADA,
             {"edit_threshold": 0.9},
-            "edit_threshold=0.9: .* LLaDA attends to the whole canvas",
+            "edit_threshold=0.9: LLaDA attends to the whole canvas: .* are replaced",
         ),
         (
             LLADA2,

@@ -9,7 +9,7 @@ import pytest
 from dllm_engine.cache_methods import CACHE_METHODS
 from dllm_engine.families import DREAM, FAMILIES, LLADA2, SDAR
 from dllm_engine.options import EngineOptions
-from dllm_engine.request_options.sampling_params import InvalidRequestError
+from dllm_engine.request_options.errors import InvalidRequestError
 from tests.support.engines import start_engine
 from tests.support.plans import resolved
 

@@ -9,7 +9,7 @@ from openai import BadRequestError
 from vllm.sampling_params import StructuredOutputsParams
 
 from dllm_engine import DiffusionParams
-from dllm_engine.request_options.sampling_params import InvalidRequestError
+from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.structured_output import automata
 from tests.support.engines import assert_nothing_left
 from tests.support.http_app import answered_meanwhile, served

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from vllm.exceptions import GenerationError, RetryableRequestError
 from vllm.sampling_params import StructuredOutputsParams
 
-from dllm_engine.request_options.sampling_params import InvalidRequestError
+from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.structured_output import automata
 from dllm_engine.structured_output.automata import (
     MOST_WAITING,

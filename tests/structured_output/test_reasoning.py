@@ -19,7 +19,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from dllm_engine import DiffusionParams
 from dllm_engine.constraints.automaton import joined
-from dllm_engine.request_options.sampling_params import InvalidRequestError
+from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.structured_output.build import BuildInput, Grammar, build
 from dllm_engine.structured_output.requests import (
     ReasoningArguments,

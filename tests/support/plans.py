@@ -3,6 +3,7 @@
 import random
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from dllm_engine.cache_methods import CACHE_METHODS, methods_for
@@ -59,6 +60,10 @@ WAYS += [
 """Ways to unmask, of which a cache method may refuse some."""
 
 
+EOS = 1
+"""End token of ``resolved``'s models."""
+
+
 def spec_of(**changes: Any) -> DecodingSpec:
     """A prompt of 10 tokens and a response of 21 in three blocks, the last of 5."""
     flat = {"prompt_length": 10, "gen_length": 21, "block_length": 8, "steps": 11}
@@ -92,7 +97,10 @@ def resolved(
 ) -> DecodingSpec:
     """What an engine makes of a request."""
     return resolve_decoding(
-        DiffusionParams(**asked), prompt_length, family, engine or EngineOptions()
+        DiffusionParams(**asked),
+        prompt_length,
+        SimpleNamespace(family=family, eos_token_id=EOS),
+        engine or EngineOptions(),
     )
 
 

@@ -18,10 +18,8 @@ from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from dllm_engine.decisions.http import settle_decision
 from dllm_engine.infill.http import settle_template
 from dllm_engine.params import VLLM_OPTIONS, check_place
-from dllm_engine.request_options.sampling_params import (
-    InvalidRequestError,
-    LongestLength,
-)
+from dllm_engine.request_options.errors import InvalidRequestError
+from dllm_engine.request_options.sampling_params import LongestLength
 from dllm_engine.vllm_hooks.patch import Original, is_ours
 from dllm_engine.vllm_hooks.server.error_forms import route_of
 

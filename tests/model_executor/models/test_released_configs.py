@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, LlamaConfig
 from dllm_engine.checkpoints import is_named_shape, load_config, named_shape
 from dllm_engine.model_executor.models.configs import CONFIG_CLASSES, parse_config
 from dllm_engine.plugin import register
-from dllm_engine.request_options.resolve import checkpoint_defaults
+from dllm_engine.request_options.defaults import checkpoint_defaults
 from tests.support.tiny_checkpoints import CONFIGS, write
 
 RELEASED = {

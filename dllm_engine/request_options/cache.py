@@ -1,0 +1,37 @@
+"""Options of the cache method that a request may change."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from dllm_engine.decoding.spec import CacheOptions
+from dllm_engine.options import EngineOptions
+from dllm_engine.request_options.context import refused
+from dllm_engine.request_options.facts import Facts, OptionGroup
+
+
+class CacheChanges(OptionGroup):
+    retention_ratio: Annotated[float | None, Facts(default_by="engine")] = Field(
+        default=None, ge=0, le=1
+    )
+    """Share to retain for this request, at most the engine's ``retention_ratio``. Cache
+    methods that evict nothing refuse it."""
+
+
+def resolve_cache(options: CacheChanges, engine: EngineOptions) -> CacheOptions:
+    """The engine's cache options with what the request lowers."""
+    wanted = options.retention_ratio
+    if wanted is None:
+        return engine.cache
+    allowed = getattr(engine.cache, "retention_ratio", None)
+    if allowed is None:
+        raise refused(
+            f"retention_ratio={wanted}: cache_method={engine.cache_method!r} evicts "
+            f"nothing; leave it unset"
+        )
+    if wanted > allowed:
+        raise refused(
+            f"retention_ratio={wanted} is out of range: pages are sized for the "
+            f"engine's {allowed}, a request may only lower it"
+        )
+    return engine.cache.model_copy(update={"retention_ratio": wanted})

@@ -1,0 +1,29 @@
+"""A request on its way into a ``DecodingSpec``, and the error that ends it there."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dllm_engine.families import ModelFamily
+from dllm_engine.options import EngineOptions
+
+if TYPE_CHECKING:  # commands declare request options without importing vLLM
+    from vllm.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class RequestContext:
+    """A request's parameters, and the model and engine that it is for."""
+
+    params: "SamplingParams"
+    prompt_length: int
+    hf_config: Any
+    """The model's config, with its tokens."""
+    family: ModelFamily
+    engine: EngineOptions
+
+
+def refused(reason: str) -> ValueError:
+    """``InvalidRequestError``, imported with vLLM only where a request is refused."""
+    from dllm_engine.request_options.errors import InvalidRequestError
+
+    return InvalidRequestError(reason)

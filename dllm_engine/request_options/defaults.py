@@ -1,0 +1,97 @@
+"""Defaults of request options: those of an engine and of a checkpoint."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from dllm_engine.decoding.unmasking_policies import PARALLEL_RULES, UNMASKING_POLICIES
+from dllm_engine.families import FAMILIES, released_defaults
+from dllm_engine.options import OPTIONS_KEY, EngineOptions, checkpoint_section
+from dllm_engine.request_options.cache import resolve_cache
+from dllm_engine.request_options.errors import InvalidRequestError
+from dllm_engine.request_options.fields import (
+    CHECKPOINT_OPTIONS,
+    DEFAULTABLE_OPTIONS,
+    FACTS,
+    RequestOptions,
+    check_exclusions,
+    with_defaults,
+)
+from dllm_engine.request_options.guidance import check_guide
+from dllm_engine.request_options.layout import check_suffix
+from dllm_engine.request_options.sampling_params import parse_request_options
+from dllm_engine.request_options.schedule import check_several_blocks
+from dllm_engine.request_options.unmasking import policy_and_rule
+from dllm_engine.text import did_you_mean
+
+
+def check_request_defaults(engine: EngineOptions) -> None:
+    """Raise ``ValueError`` if ``engine.request_defaults`` could serve no request."""
+    options = _checked(engine.request_defaults, "request_defaults", DEFAULTABLE_OPTIONS)
+    check_suffix(options, engine)
+    resolve_cache(options, engine)
+    check_guide(options, engine)
+
+
+def checkpoint_defaults(hf_config: object) -> dict[str, Any]:
+    """Request defaults of a checkpoint, by its config.json or else its name; raises
+    ``ValueError`` if one is wrong.
+    """
+    section = checkpoint_section(hf_config)
+    _checked(section, f"config.json: {OPTIONS_KEY!r}", CHECKPOINT_OPTIONS)
+    return with_defaults(section, dict(released_defaults(hf_config)))
+
+
+def _checked(
+    defaults: dict[str, Any], where: str, allowed: Sequence[str]
+) -> RequestOptions:
+    for name in defaults:
+        if name not in allowed:
+            raise ValueError(
+                f"{where} takes no {name!r}{did_you_mean(name, allowed)} (it may hold "
+                f"{', '.join(allowed)})"
+            )
+    try:
+        options = parse_request_options(defaults, "request default")
+    except InvalidRequestError as error:
+        raise ValueError(f"{where}: {error}") from None
+    check_exclusions(options)
+    for family in FAMILIES.values():
+        _, rule = policy_and_rule(options, family)
+        check_several_blocks(options, rule)
+    return options
+
+
+def options_with_defaults(
+    own: RequestOptions, defaults: dict[str, Any]
+) -> RequestOptions:
+    """The request's options with an engine's defaults, but for defaults that do not go
+    with what the request itself names: its policy, or else the policies that suit its
+    other options.
+    """
+    options = parse_request_options(with_defaults(own.given, defaults))
+    policies = [
+        policy
+        for policy in UNMASKING_POLICIES.values()
+        if own.unmasking in (None, policy.name)
+    ]
+    suited = {}
+    for name, facts in FACTS.items():
+        if facts.needs_measure is not None:
+            measures = facts.needs_measure.measures
+            suited[name] = [each for each in policies if each.measures in measures]
+        elif facts.one_of == "rules":
+            suited[name] = [*filter(PARALLEL_RULES[name].suits, policies)]
+    if own.unmasking is None:
+        for name in own.asked:
+            if name in suited:
+                policies = [policy for policy in policies if policy in suited[name]]
+    left_out = [
+        name
+        for name, suited_policies in suited.items()
+        if not any(policy in suited_policies for policy in policies)
+    ]
+    if options.unmasking not in [policy.name for policy in policies]:
+        left_out.append("unmasking")
+    return options.model_copy(
+        update=dict.fromkeys(name for name in left_out if name not in own.given)
+    )

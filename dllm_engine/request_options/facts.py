@@ -1,0 +1,96 @@
+"""Facts of a request option beside its type and its meaning, kept by its field."""
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict
+from pydantic.fields import FieldInfo
+
+from dllm_engine.decoding.unmasking_policies import Measure
+from dllm_engine.families import Attention
+
+Alternatives = Literal["counts", "rules"]
+"""Sets of options of which a request may set one: how many tokens a step unmasks, and
+the rules of parallel unmasking.
+"""
+
+
+class Exclusion(NamedTuple):
+    """An option that a request may not set as well, and why."""
+
+    option: str
+    because: str
+
+
+class AttentionNeed(NamedTuple):
+    """Attention of the models that have an option, and why others have it not."""
+
+    attention: Attention
+    because: str
+
+
+class MeasureNeed(NamedTuple):
+    """Measures of the unmasking policies that go with an option, and what it does with
+    them.
+    """
+
+    measures: tuple[Measure, ...]
+    use: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Who may have a default for an option, and what it does not go with."""
+
+    default_by: Literal["engine", "checkpoint"] | None = None
+    """``engine``: an engine may have a default. ``checkpoint``: a checkpoint as well,
+    since the option means the same in every engine."""
+    one_of: Alternatives | None = None
+    excludes: tuple[Exclusion, ...] = ()
+    """Neither gets a default if a request sets the other."""
+    replaces: tuple[str, ...] = ()
+    """More options or ``Alternatives`` that get no default if a request sets this one.
+    """
+    decided_by_guide: bool = False
+    """True if a guided request may not set it."""
+    needs_attention: AttentionNeed | None = None
+    needs_measure: MeasureNeed | None = None
+    off: Any = None
+    """Value that asks for nothing, as if the option were not set."""
+    in_decisions: bool = False
+    """True if a decision may set it."""
+
+
+class OptionGroup(BaseModel):
+    """Request options that one file declares, gives defaults and refuses. They are None
+    where a request does not set them.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True
+    )
+
+    @classmethod
+    def facts(cls) -> dict[str, Facts]:
+        """The facts of each option."""
+        return {name: _facts_of(field) for name, field in cls.model_fields.items()}
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The options that are set."""
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """The options that are set to a value that asks for something."""
+        facts = self.facts()
+        return {
+            name: value
+            for name, value in self.given.items()
+            if value != facts[name].off
+        }
+
+
+def _facts_of(field: FieldInfo) -> Facts:
+    return next((data for data in field.metadata if isinstance(data, Facts)), Facts())

@@ -1,0 +1,96 @@
+"""Options of the guide, and what it has no use for."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from dllm_engine.decoding.spec import Guidance
+from dllm_engine.decoding.unmasking_policies import MOST_TOKENS
+from dllm_engine.options import EngineOptions, shortened
+from dllm_engine.request_options.context import RequestContext, refused
+from dllm_engine.request_options.facts import Facts, OptionGroup
+
+# Who says how the guide decides wants it.
+_HOW = Facts(default_by="engine", replaces=("guided",))
+
+
+class GuideOptions(OptionGroup):
+    guided: Annotated[bool | None, Facts(default_by="engine", off=False)] = None
+    """Let the engine's guide model decide what a step fills (Guided Diffusion).
+    Schedules, unmasking policies and rules then have no effect."""
+    speculation_length: Annotated[int | None, _HOW] = Field(
+        default=None, ge=1, le=MOST_TOKENS
+    )
+    """Masked positions that are drafted and checked by the guide in a step, within the
+    running block. Unset: 32.
+    """
+    guide_top_k: Annotated[int | None, _HOW] = Field(default=None, ge=1, le=MOST_TOKENS)
+    """A draft passes if it is among this many best tokens of the guide. Unset: 1."""
+    guide_threshold: Annotated[float | None, _HOW] = Field(default=None, gt=0, lt=1)
+    """Also fill every drafted position whose token has a probability above this,
+    whether it passes or not. Drafts that pass are filled in any case."""
+    guide_fallback: Annotated[Literal["guide", "draft"] | None, _HOW] = None
+    """Model whose token fills the first position when no draft passes. Unset: the
+    guide.
+    """
+    guide_correction: Annotated[bool | None, _HOW] = None
+    """Fill positions whose drafts pass with the guide's tokens."""
+
+
+HOW_OPTIONS = tuple(name for name in GuideOptions.model_fields if name != "guided")
+"""How the guide decides; the fields of ``Guidance``, but for ``guide_``."""
+
+
+def check_guide(options: GuideOptions, engine: EngineOptions) -> None:
+    """Refuse options about a guide that the engine does not have."""
+    for name in GuideOptions.model_fields:
+        if engine.guide_model is None and name in options.asked:
+            raise refused(
+                f"{name}={options.asked[name]}: the engine has no guide; start it with "
+                f"guide_model"
+            )
+
+
+def resolve_guidance(
+    request: RequestContext, own: GuideOptions, options: GuideOptions
+) -> Guidance | None:
+    """Settings of the guide for a request; None: the request is not guided."""
+    check_guide(options, request.engine)
+    if request.engine.guide_model is None:
+        return None
+    if options.guided is False:
+        if named := ", ".join(name for name in HOW_OPTIONS if name in own.given):
+            raise refused(
+                f"guided=False and {named} contradict each other; leave one unset"
+            )
+        return None
+    given = {name: options.given[name] for name in HOW_OPTIONS if name in options.given}
+    return Guidance(
+        **{name.removeprefix("guide_"): value for name, value in given.items()}
+    )
+
+
+def check_guided(request: RequestContext, own: OptionGroup, guidance: Guidance) -> None:
+    """Refuse what the guide has no use for, where the request itself names it."""
+    facts, params = own.facts(), request.params
+    for name, value in own.asked.items():
+        if facts[name].decided_by_guide:
+            raise refused(
+                f"{name}={value}: the guide decides what a step unmasks; leave it "
+                f"unset, or set guided=False"
+            )
+    asked = "return_order=True" if own.asked.get("return_order") else None
+    if params.logprobs is not None:
+        asked = f"logprobs={params.logprobs}"
+    if asked and (guidance.correction or guidance.fallback == "guide"):
+        raise refused(
+            f"{asked}: tokens of the guide have no log-probability of the model; leave "
+            f"it unset, or set guide_fallback='draft' without guide_correction, or "
+            f"guided=False"
+        )
+    for name in ("logit_bias", "min_tokens"):
+        if value := getattr(params, name):
+            raise refused(
+                f"{name}={shortened(value)}: it is for the model's tokens, not for the "
+                f"guide's; leave it unset, or set guided=False"
+            )

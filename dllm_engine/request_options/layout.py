@@ -1,0 +1,143 @@
+"""Options of the canvas: its blocks, and the tokens that are given."""
+
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+
+from dllm_engine.decoding.canvas_layout import CanvasLayout
+from dllm_engine.decoding.unmasking_policies import MOST_TOKENS
+from dllm_engine.options import EngineOptions
+from dllm_engine.request_options.context import RequestContext, refused
+from dllm_engine.request_options.facts import AttentionNeed, Facts, OptionGroup
+from dllm_engine.text import parsed_json
+
+
+class LayoutOptions(OptionGroup):
+    block_length: Annotated[int | None, Facts(default_by="checkpoint")] = Field(
+        default=None, ge=1, le=MOST_TOKENS
+    )
+    """Response tokens denoised together, at most ``gen_length``. The last block may be
+    shorter. SDAR and LLaDA2 attend by blocks of this length, counted from the prompt's
+    first token; it may be longer than the response."""
+    suffix_blocks: Annotated[
+        int | None,
+        Facts(
+            default_by="engine",
+            needs_attention=AttentionNeed(
+                "full",
+                "a block attends to nothing behind it, so that nothing there is "
+                "computed",
+            ),
+        ),
+    ] = Field(default=None, ge=0, le=MOST_TOKENS)
+    """Masked blocks after the running ones that a step computes (DPad). Unset: all of
+    them. Cache methods that keep the whole canvas refuse it."""
+    response_template: Annotated[
+        Annotated[list[int | None], BeforeValidator(parsed_json)] | None,
+        Facts(
+            needs_attention=AttentionNeed(
+                "full",
+                "a block attends to nothing behind it, so that it cannot fill in "
+                "before given text (template, suffix)",
+            )
+        ),
+    ] = None
+    """The response with given tokens: a token id where one is given, None where the
+    model fills one in. ``gen_length`` is only an upper bound then, and may stay unset.
+    """
+    return_given: bool | None = None
+    """False: leave the given tokens of ``response_template`` out of what is returned,
+    and of ``gen_length``.
+    """
+
+    @property
+    def returned_length(self) -> int | None:
+        """Tokens that come back by ``response_template``; None without one."""
+        template = self.response_template
+        if template is None:
+            return None
+        return template.count(None) if self.return_given is False else len(template)
+
+
+def resolve_layout(
+    request: RequestContext,
+    own: LayoutOptions,
+    options: LayoutOptions,
+    decided: tuple[int | None, ...] | None,
+) -> CanvasLayout:
+    """``decided``: the template of a decision; None: the request is none."""
+    template = given_tokens(own, request.params.max_tokens or 0)
+    if decided is not None:
+        template = decided
+    gen_length = len(template) or request.params.max_tokens
+    family = request.family
+    return CanvasLayout(
+        request.prompt_length,
+        gen_length,
+        _block_length(request, own, options, gen_length),
+        attention=family.attention,
+        whole_blocks=family.whole_blocks,
+        shifts_logits=family.shifts_logits,
+        suffix_blocks=options.suffix_blocks,
+        template=template,
+        return_given=options.return_given is not False,
+    )
+
+
+def given_tokens(own: LayoutOptions, max_tokens: int) -> tuple[int | None, ...]:
+    """The request's template; refuses what cannot be a response."""
+    template = own.response_template
+    if template is None:
+        if own.return_given is not None:
+            raise refused(
+                f"return_given={own.return_given}: nothing is given; set "
+                f"response_template, or leave return_given unset"
+            )
+        return ()
+    if max_tokens < (own.returned_length or 0):
+        raise refused(
+            f"max_tokens={max_tokens} (gen_length) is less than the "
+            f"{own.returned_length} tokens that come back by the template; raise it, "
+            f"or leave it unset"
+        )
+    if None not in template:
+        raise refused(
+            "response_template has nothing to fill in; put None where the model is to "
+            "write"
+        )
+    return tuple(template)
+
+
+def _block_length(
+    request: RequestContext,
+    own: LayoutOptions,
+    options: LayoutOptions,
+    gen_length: int,
+) -> int:
+    """What the request did not name is fitted to its response. Blocks that attention
+    goes by may be longer.
+    """
+    family = request.family
+    block_length = options.block_length or family.block_length_of(gen_length)
+    if family.attention == "full" and own.block_length is None:
+        block_length = min(block_length, gen_length)
+    elif family.attention == "full" and block_length > gen_length:
+        raise refused(
+            f"block_length={block_length} is out of range: it must be 1 … gen_length "
+            f"(max_tokens), here {gen_length}"
+        )
+    if family.experts_by_block and block_length != family.attention_block:
+        raise refused(
+            f"block_length={block_length}: this model chooses experts by blocks of "
+            f"{family.attention_block}; leave it unset"
+        )
+    return block_length
+
+
+def check_suffix(options: LayoutOptions, engine: EngineOptions) -> None:
+    if options.suffix_blocks is not None and not engine.method.trims_suffix:
+        raise refused(
+            f"suffix_blocks={options.suffix_blocks}: "
+            f"cache_method={engine.cache_method!r} keeps the whole canvas; leave "
+            f"suffix_blocks unset, or start the engine with another cache method"
+        )

@@ -1,0 +1,93 @@
+"""Options of sampling: how a token is drawn from the logits, and what is added to
+these.
+"""
+
+import math
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from dllm_engine.decoding.canvas_layout import CanvasLayout
+from dllm_engine.decoding.spec import Sampling, TokenBias
+from dllm_engine.decoding.unmasking_policies import MOST_TOKENS
+from dllm_engine.families import barred_tokens
+from dllm_engine.request_options.context import RequestContext, refused
+from dllm_engine.request_options.facts import OptionGroup
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+
+MOST_BIASES = 8192
+"""As many are checked, sent and added in milliseconds."""
+LARGEST_BIAS = 1e4
+"""More than logits differ by; added to one, float32 still tells tokens apart."""
+
+
+class SamplingOptions(OptionGroup):
+    # vLLM clears its own fields of these names for greedy requests; Dream's confidences
+    # depend on them there too.
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Sample from the smallest set of likeliest tokens whose probabilities reach this
+    sum. It affects greedy requests too: Dream's confidences are those of the filtered
+    distribution."""
+    top_k: int | None = Field(default=None, ge=-1, le=MOST_TOKENS)
+    """Sample from this many likeliest tokens; 0 or -1 means all. It applies to greedy
+    requests as ``top_p`` does.
+    """
+
+
+def resolve_sampling(
+    request: RequestContext,
+    options: SamplingOptions,
+    layout: CanvasLayout,
+    *,
+    plain_if_greedy: bool,
+) -> Sampling:
+    """``plain_if_greedy``: greedy requests go by the plain probability."""
+    params = request.params
+    top_p = params.top_p if options.top_p is None else options.top_p
+    top_k = max(params.top_k if options.top_k is None else options.top_k, 0)
+    if plain_if_greedy and params.temperature == 0:
+        top_p, top_k = 1.0, 0
+    added = {
+        token: number for token, number in (params.logit_bias or {}).items() if number
+    }
+    biases = (
+        TokenBias.barring(barred_tokens(request.hf_config), layout.canvas_length),
+        TokenBias(layout.canvas_length, tuple(sorted(added.items()))),
+    )
+    return Sampling(
+        params.temperature,
+        top_p,
+        top_k,
+        token_biases=tuple(bias for bias in biases if bias.values),
+    )
+
+
+def check_token_numbers(params: "SamplingParams", vocab_size: int) -> None:
+    """Refuse token ids that the vocabulary has not, and what cannot be
+    added to logits.
+    """
+    biases = params.logit_bias or {}
+    if len(biases) > MOST_BIASES:
+        raise refused(
+            f"logit_bias has {len(biases)} tokens; leave some out, at most "
+            f"{MOST_BIASES} can be"
+        )
+    for name, tokens in (
+        ("stop_token_ids", params.stop_token_ids or ()),
+        ("logit_bias", biases),
+    ):
+        for token in tokens:
+            if not 0 <= token < vocab_size:
+                raise refused(
+                    f"{name} holds {token}, outside the vocabulary of {vocab_size}; "
+                    f"leave it out"
+                )
+    for token, number in biases.items():
+        if not (number == -math.inf or -LARGEST_BIAS <= number <= LARGEST_BIAS):
+            raise refused(
+                f"logit_bias[{token}]={number} is out of range: it must be a number of "
+                f"−{LARGEST_BIAS:g} … {LARGEST_BIAS:g}; −100 keeps a token out, 100 "
+                f"brings it in"
+            )

@@ -1,0 +1,129 @@
+"""Options of the schedule: how many tokens a step unmasks, and how many blocks run."""
+
+from dataclasses import replace
+from typing import Annotated
+
+from pydantic import Field
+
+from dllm_engine.decoding.canvas_layout import CanvasLayout
+from dllm_engine.decoding.spec import ParallelRule, Schedule
+from dllm_engine.decoding.unmasking_policies import MOST_TOKENS, PARALLEL_RULES
+from dllm_engine.request_options.context import RequestContext, refused
+from dllm_engine.request_options.facts import (
+    AttentionNeed,
+    Exclusion,
+    Facts,
+    OptionGroup,
+)
+
+_Count = Annotated[
+    int | None,
+    Field(ge=1, le=MOST_TOKENS),
+    Facts(
+        default_by="checkpoint",
+        one_of="counts",
+        # A count goes with one block at a time.
+        replaces=("rules", "block_add_threshold"),
+        decided_by_guide=True,
+    ),
+]
+
+
+class ScheduleOptions(OptionGroup):
+    steps: _Count = None
+    """Denoising steps of the whole response, at most ``gen_length``. They are split
+    between blocks by their length; each block gets at least one."""
+    steps_per_block: _Count = None
+    """Denoising steps of each block, instead of ``steps``; at most one per token. With
+    a rule of parallel unmasking, a step fills at least what this schedule would fill.
+    No effect with ``entropy_budget``."""
+    tokens_per_step: _Count = None
+    """Tokens that each step unmasks, instead of ``steps`` and of a family's schedule.
+    With a rule of parallel unmasking, the least number (d2Cache)."""
+    block_add_threshold: Annotated[
+        float | None,
+        Facts(
+            default_by="checkpoint",
+            excludes=(
+                Exclusion(
+                    "steps_per_block", "blocks that run at once share their steps"
+                ),
+            ),
+            decided_by_guide=True,
+            needs_attention=AttentionNeed(
+                "full",
+                "blocks run one at a time; the model was not trained for several",
+            ),
+        ),
+    ] = Field(default=None, ge=0, le=1)
+    """Several blocks at once (d3LLM): the next block joins the running ones once this
+    share of the last one is decided. 0: one more block in every step; 1 or unset: one
+    block at a time. Needs a rule of parallel unmasking."""
+
+
+def resolve_schedule(
+    request: RequestContext,
+    own: ScheduleOptions,
+    options: ScheduleOptions,
+    layout: CanvasLayout,
+    parallel: ParallelRule | None,
+) -> Schedule:
+    """``parallel``: the request's rule of parallel unmasking. It ends a block by
+    itself; what else counts on steps counts a token each."""
+    check_several_blocks(options, parallel)
+    positions = layout.canvas_length - layout.prompt_length
+    steps = _steps(own, options, layout)
+    by_schedule = parallel is None or PARALLEL_RULES[parallel.kind].least_by_schedule
+    schedule = Schedule(
+        steps=steps if parallel is None else positions,
+        kind=request.family.schedule,
+        block_steps=options.steps_per_block if by_schedule else None,
+        tokens_per_step=options.tokens_per_step,
+        block_add_threshold=options.block_add_threshold,
+    )
+    if parallel is not None:
+        return schedule
+    if schedule.tokens_per_step or schedule.block_steps:
+        return replace(schedule, steps=sum(schedule.steps_per_block(layout)))
+    if steps < layout.num_blocks:
+        raise refused(
+            f"steps={steps} is out of range: each of the {layout.num_blocks} blocks of "
+            f"{layout.block_length} tokens needs at least one; raise steps or "
+            f"block_length"
+        )
+    return schedule
+
+
+def _steps(own: ScheduleOptions, options: ScheduleOptions, layout: CanvasLayout) -> int:
+    """Steps of the response, fitted to it where the request does not name them: each
+    block gets one.
+    """
+    positions = layout.canvas_length - layout.prompt_length
+    steps = options.steps or positions
+    if own.steps is None:
+        return max(min(steps, positions), layout.num_blocks)
+    if steps > positions:
+        added = layout.canvas_length - layout.response_span.stop
+        behind = f" and {added} behind it in its last block" if added else ""
+        raise refused(
+            f"steps={steps} is out of range: it must be 1 … gen_length (max_tokens), "
+            f"here {layout.gen_length}{behind}; a step unmasks at least one token"
+        )
+    return steps
+
+
+def check_several_blocks(
+    options: ScheduleOptions, parallel: ParallelRule | None
+) -> None:
+    """Refuse several blocks without a rule, which counts a step's positions."""
+    threshold = options.block_add_threshold
+    if threshold is not None and parallel is None:
+        raise refused(
+            f"block_add_threshold={threshold}: several blocks at once need a rule of "
+            f"parallel unmasking; set one of {', '.join(_rules())}, or leave "
+            f"block_add_threshold unset"
+        )
+
+
+def _rules() -> list[str]:
+    return [name for name, rule in PARALLEL_RULES.items() if rule.option is not None]

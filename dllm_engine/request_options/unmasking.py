@@ -1,0 +1,280 @@
+"""Options of unmasking: the policy that ranks positions, the rule of parallel
+unmasking, and token editing.
+"""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
+
+from pydantic import Field, TypeAdapter, create_model
+
+from dllm_engine.decoding.spec import ParallelRule, Unmasking
+from dllm_engine.decoding.unmasking_policies import (
+    CONFIDENCES,
+    MOST_TOKENS,
+    PARALLEL_RULES,
+    UNMASKING_POLICIES,
+    WEIGHTED_MEASURES,
+    SlowFast,
+    UnmaskingPolicy,
+    UnmaskingRule,
+)
+from dllm_engine.families import ModelFamily
+from dllm_engine.request_options.context import refused
+from dllm_engine.request_options.facts import (
+    AttentionNeed,
+    Exclusion,
+    Facts,
+    MeasureNeed,
+    OptionGroup,
+)
+from dllm_engine.text import choices
+
+PARALLEL_OPTIONS = tuple(
+    name for name, rule in PARALLEL_RULES.items() if rule.option is not None
+)
+"""Options that ask for parallel unmasking, each by the rule of its name."""
+_POST_STEPS = 16
+"""Default of ``max_post_steps`` (LLaDA2.1's code)."""
+
+
+class PolicyOptions(OptionGroup):
+    unmasking: Annotated[
+        str | None, Facts(default_by="checkpoint", decided_by_guide=True)
+    ] = None
+    """Unmasking policy: which masked positions are filled first. With a rule of
+    parallel unmasking, the default is the policy that measures what the rule needs."""
+    certainty_sigma: Annotated[
+        float | None,
+        Facts(
+            default_by="checkpoint",
+            decided_by_guide=True,
+            needs_measure=MeasureNeed(
+                WEIGHTED_MEASURES, "weights probabilities and margins"
+            ),
+        ),
+    ] = Field(default=None, ge=0.01, le=1e6)
+    """Multiply the confidence of a position by the share of known tokens near it,
+    weighted by a Gaussian of this width in tokens (the certainty prior of d2Cache). For
+    policies that measure a probability or a margin."""
+    alg_temp: Annotated[
+        float | None,
+        Facts(
+            default_by="checkpoint",
+            replaces=("rules", "block_add_threshold"),
+            decided_by_guide=True,
+            needs_measure=MeasureNeed(
+                CONFIDENCES, "draws positions by their probability, entropy or margin"
+            ),
+            off=0,
+        ),
+    ] = Field(default=None, ge=0, le=1e6)
+    """Draw the positions that a step fills from the softmax of their confidences at
+    this temperature (Dream). For the same policies, without a rule of parallel
+    unmasking. 0: take the most confident."""
+    edit_threshold: Annotated[
+        float | None,
+        Facts(
+            default_by="checkpoint",
+            needs_attention=AttentionNeed(
+                "block_causal",
+                "decided tokens are replaced only in blocks that attend to nothing "
+                "behind them",
+            ),
+        ),
+    ] = Field(default=None, ge=0, le=1)
+    """Token editing (LLaDA2.1): each step also replaces decided tokens of the running
+    block for which it predicts another token with a probability above this. A block
+    then ends once a step that began without masks edits nothing. 1: no token is
+    replaced. For models with attention by blocks."""
+    max_post_steps: Annotated[int | None, Facts(default_by="checkpoint")] = Field(
+        default=None, ge=0, le=MOST_TOKENS
+    )
+    """With ``edit_threshold``: steps that a block may take after its last mask. Unset:
+    16.
+    """
+
+
+def _facts_of_rule(rule: UnmaskingRule) -> Facts:
+    common = Facts(
+        default_by="checkpoint",
+        one_of="rules",
+        replaces=("steps_per_block", "tokens_per_step", "alg_temp"),
+        decided_by_guide=True,
+    )
+    if not rule.in_spans:
+        return common
+    return replace(
+        common,
+        excludes=(
+            Exclusion("steps_per_block", "passes over spans do not count"),
+            Exclusion("block_add_threshold", "spans are in one block at a time"),
+        ),
+        needs_attention=AttentionNeed(
+            "full",
+            "a block attends to nothing behind it, so that a span leaves nothing out",
+        ),
+    )
+
+
+def _rule_fields() -> dict[str, Any]:
+    """Fields for the options that ask for rules, as the rules declare them."""
+    fields = {}
+    for name in PARALLEL_OPTIONS:
+        rule = PARALLEL_RULES[name]
+        kind, *limits = (
+            get_args(rule.option)
+            if get_origin(rule.option) is Annotated
+            else (rule.option,)
+        )
+        more = Field(description=rule.meaning), _facts_of_rule(rule)
+        try:
+            annotation = Annotated[kind | None, *limits, *more]  # type: ignore[valid-type]
+            TypeAdapter(annotation)
+        except Exception as error:
+            raise PARALLEL_RULES.error(
+                name, f"option={rule.option!r} is no type with limits: {error}"
+            ) from error
+        if not rule.meaning:
+            raise PARALLEL_RULES.error(name, "the option needs a meaning")
+        fields[name] = annotation, None
+    return fields
+
+
+if TYPE_CHECKING:
+    _RuleFields = PolicyOptions
+else:
+    _RuleFields = create_model("_RuleFields", __base__=PolicyOptions, **_rule_fields())
+
+
+class UnmaskingOptions(_RuleFields):
+    @property
+    def rules(self) -> dict[str, Any]:
+        """The rules of parallel unmasking that the request names, with their values."""
+        given = self.given
+        return {name: given[name] for name in PARALLEL_OPTIONS if name in given}
+
+
+def resolve_unmasking(
+    own: UnmaskingOptions,
+    options: UnmaskingOptions,
+    family: ModelFamily,
+    *,
+    exceeds_threshold: bool,
+) -> Unmasking:
+    """``exceeds_threshold``: a ``threshold`` must be exceeded in every family."""
+    policy, parallel = policy_and_rule(
+        options, family, exceeds_threshold=exceeds_threshold
+    )
+    edits = options.edit_threshold is not None
+    if not edits and own.max_post_steps is not None:
+        raise refused(
+            f"max_post_steps={own.max_post_steps} counts steps of token editing; set "
+            f"edit_threshold, or leave it unset"
+        )
+    post_steps = options.max_post_steps
+    if post_steps is None:
+        post_steps = _POST_STEPS
+    return Unmasking(
+        policy,
+        parallel,
+        slow_fast=_slow_fast(options, family),
+        certainty_sigma=options.certainty_sigma,
+        alg_temp=options.alg_temp or 0.0,
+        edit_threshold=options.edit_threshold,
+        max_post_steps=post_steps if edits else 0,
+    )
+
+
+def policy_and_rule(
+    options: UnmaskingOptions, family: ModelFamily, *, exceeds_threshold: bool = False
+) -> tuple[UnmaskingPolicy, ParallelRule | None]:
+    """The request's unmasking policy and, with parallel unmasking, the rule that goes
+    with it; refuses what does not.
+    """
+    if options.unmasking is not None and options.unmasking not in UNMASKING_POLICIES:
+        raise refused(
+            f"unmasking={options.unmasking!r} is "
+            f"unknown{choices(options.unmasking, UNMASKING_POLICIES)}"
+        )
+    rule = _rule(options, family, exceeds_threshold)
+    policy, rule = _suited(options, family, rule)
+    _check_measures(options, policy)
+    if options.alg_temp and rule is not None:
+        raise refused(
+            f"alg_temp={options.alg_temp} draws a fixed count of positions, and "
+            f"{rule.kind} counts them by their confidences; leave one of them unset"
+        )
+    return policy, rule
+
+
+def _suited(
+    options: UnmaskingOptions, family: ModelFamily, rule: ParallelRule | None
+) -> tuple[UnmaskingPolicy, ParallelRule | None]:
+    """A policy, and the rule where it goes with it."""
+    policy = UNMASKING_POLICIES[options.unmasking or family.default_unmasking]
+    suited = [*UNMASKING_POLICIES.values()]
+    if rule is not None:
+        suited = [each for each in suited if PARALLEL_RULES[rule.kind].suits(each)]
+    elif options.certainty_sigma is not None:
+        suited = [each for each in suited if each.measures in WEIGHTED_MEASURES]
+    if options.unmasking is None:
+        # The family's own where it suits, else one that like it measures before or
+        # after temperature and filters.
+        return max(
+            suited, key=lambda each: (each is policy, each.tempered == policy.tempered)
+        ), rule
+    if rule is None or policy in suited:
+        return policy, rule
+    declared = PARALLEL_RULES[rule.kind]
+    if declared.else_counted:
+        return policy, None
+    ((name, value),) = options.rules.items()
+    plain = "plain " if declared.untempered else ""
+    raise refused(
+        f"{name}={value} goes by {plain}{declared.measures}, which "
+        f"unmasking={policy.name!r} does not measure; leave unmasking unset or choose "
+        f"{' or '.join(each.name for each in suited)}"
+    )
+
+
+def _check_measures(options: OptionGroup, policy: UnmaskingPolicy) -> None:
+    """Refuse options that the policy measures nothing for."""
+    facts = options.facts()
+    for name, value in options.asked.items():
+        need = facts[name].needs_measure
+        if need is not None and policy.measures not in need.measures:
+            suited = [
+                each.name
+                for each in UNMASKING_POLICIES.values()
+                if each.measures in need.measures
+            ]
+            raise refused(
+                f"{name}={value} {need.use}, which unmasking={policy.name!r} does not "
+                f"measure; choose {' or '.join(suited)}"
+            )
+
+
+def _rule(
+    options: UnmaskingOptions, family: ModelFamily, exceeds_threshold: bool
+) -> ParallelRule | None:
+    """The rule that a request names, as its family or sampler has it."""
+    for kind, value in options.rules.items():
+        if (slow_fast := _slow_fast(options, family)) is not None:
+            value = slow_fast.fast_threshold
+        if kind == "entropy_threshold" and family.strict_entropy_threshold:
+            kind = "strict_entropy_threshold"
+        # As SDAR's and LLaDA2's code.
+        exceeds = family.attention == "block_causal" and family.whole_blocks
+        if kind == "threshold" and (exceeds or exceeds_threshold):
+            kind = "exceeded_threshold"
+        return ParallelRule(kind, value)
+    return None
+
+
+def _slow_fast(options: UnmaskingOptions, family: ModelFamily) -> SlowFast | None:
+    """The request's options of SlowFast sampling, with the family's defaults; None: it
+    decodes otherwise.
+    """
+    if (given := options.rules.get("slow_fast")) is None:
+        return None
+    return SlowFast.model_validate({**family.slow_fast, **given})
