@@ -6,6 +6,7 @@ from typing import Any
 from dllm_engine import __version__
 from dllm_engine.cli import (
     bench,
+    calibrate,
     chat,
     check,
     evaluate,
@@ -27,6 +28,7 @@ COMMANDS = {
     "eval": evaluate,
     "lm-eval": lm_eval,
     "tune": tune,
+    "calibrate": calibrate,
 }
 COMMANDS |= {"bench": bench, "check": check, "plan": plan, "models": models}
 

@@ -9,12 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 from pydantic import BaseModel, Field, StringConstraints
 
 from dllm_engine.batch import Message, prompt_tokens, read_input, settings_digest
 from dllm_engine.demo.tasks import CITIES, RECALL_TASKS, TASKS, make_examples
 from dllm_engine.evaluation.comparison import Result, Task, mean_and_error
+from dllm_engine.evaluation.labelled_questions import (
+    QuestionTask,
+    is_labelled,
+    read_labelled,
+    reliability,
+)
 from dllm_engine.evaluation.runner import MeasuredEngine
 from dllm_engine.text import did_you_mean, one_line
 
@@ -31,6 +36,9 @@ def named_task(name: str, count: int | None, seed: int, match: str) -> Task:
     unknown one.
     """
     if name.endswith(".jsonl"):
+        path = Path(name)
+        if is_labelled(path):
+            return QuestionTask(name, read_labelled(path)[:count])
         return OwnTasks(name, read_tasks(Path(name))[:count], match)
     if name in DECISIONS:
         return DecisionTask(
@@ -245,20 +253,6 @@ class DecisionTask(Task):
             )
             details |= {"calibration_error": error, "reliability": bins}
         return Result("fields", *mean_and_error(scores), len(scores), details)
-
-
-def reliability(
-    probabilities: Sequence[float], scores: Sequence[float]
-) -> list[tuple[float, float, int]]:
-    """Mean probability, share of right values, and number of fields, of each tenth of
-    probability that has fields. The mean of their differences, weighted by the numbers,
-    is the expected calibration error."""
-    pairs = np.column_stack((probabilities, scores))
-    numbers = np.minimum(pairs[:, 0] * 10, 9).astype(int)
-    bins = (pairs[numbers == number] for number in np.unique(numbers))
-    return [
-        (each[:, 0].mean().item(), each[:, 1].mean().item(), len(each)) for each in bins
-    ]
 
 
 def demo_questions(count: int, seed: int, *, as_json: bool) -> list[Question]:

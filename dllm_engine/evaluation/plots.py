@@ -1,7 +1,7 @@
 """Plots of accuracy against its cost."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -89,28 +89,33 @@ def draw_reliability(measured: Sequence[Row], path: Path | None) -> None:
     rows = [row for row in measured if "reliability" in row.result.details]
     if path is None or not rows:
         return
+    curves = {}
+    for row in rows:
+        error = row.result.details["calibration_error"]
+        label = f"{row.method} {row.unmasking} (error {error:.3f})"
+        curves[label] = row.result.details["reliability"]
+    draw_curves(curves, path.with_name(f"{path.stem}.reliability.png"))
+
+
+def draw_curves(
+    curves: Mapping[str, Sequence[tuple[float, float, int]]], path: Path
+) -> None:
+    """Draw the share of right values over their probability, by label."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.2, 4.4), dpi=150, layout="constrained")
     axes = figure.subplots()
     axes.plot([0, 1], [0, 1], "--", color="gray", label="calibrated")
-    for row in rows:
-        means, shares, _ = zip(*row.result.details["reliability"], strict=True)
-        error = row.result.details["calibration_error"]
-        axes.plot(
-            means,
-            shares,
-            "o-",
-            label=f"{row.method} {row.unmasking} (error {error:.3f})",
-        )
+    for label, bins in curves.items():
+        means, shares, _ = zip(*bins, strict=True)
+        axes.plot(means, shares, "o-", label=label)
     axes.set(
-        xlabel="probability of a field's value",
+        xlabel="probability of the chosen value",
         ylabel="share of right values",
         xlim=(0, 1),
         ylim=(0, 1),
     )
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    beside = path.with_name(f"{path.stem}.reliability.png")
-    figure.savefig(beside)
-    print(f"wrote {beside}")
+    figure.savefig(path)
+    print(f"wrote {path}")

@@ -43,6 +43,7 @@ NOT_RUN = {
     "dllm eval --count 20 --methods none,": TAKES_MINUTES,
     "dllm eval --model demo-blocks --count 100": TAKES_MINUTES,
     "dllm eval --tasks decisions,decisions-json": TAKES_MINUTES,
+    "dllm calibrate MODEL": "needs many questions; a test runs it on some",
     "dllm eval --paper-table": NEEDS_CHECKPOINT,
     "dllm serve GSAI-ML/LLaDA-8B-Instruct --quantization": NEEDS_CHECKPOINT,
     "python examples/quantize.py": TAKES_MINUTES,

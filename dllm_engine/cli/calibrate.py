@@ -1,0 +1,85 @@
+"""Fit a model's probabilities to labelled questions.
+
+Asks each question, fits a temperature for each kind (yes or no, choice, score) on one
+half of them, and prints scores of the other half before and after. Run again, the same
+command goes on where it stopped.
+"""
+
+import argparse
+from pathlib import Path
+
+from dllm_engine.cli.arguments import add_options, add_value, positive_int
+from dllm_engine.cli.engine import (
+    add_cache_arguments,
+    add_engine_arguments,
+    add_model,
+    load,
+    prepare,
+)
+from dllm_engine.options import EngineOptions
+from dllm_engine.text import format_table
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    lines = (
+        'a .jsonl file with lines {"input": "…", "question": {…}, "answer": …}, with '
+        "input and question as in /v1/decisions"
+    )
+    add_value(parser, "--questions", Path, "FILE.jsonl", lines)
+    add_value(
+        parser,
+        "--output",
+        Path,
+        "FILE.json",
+        "the calibration, with a plot and the answers beside it",
+        default=Path("calibration.json"),
+    )
+    add_value(parser, "--count", positive_int, "N", "questions (default: all)")
+    add_value(parser, "--seed", int, "N", "which half is held back", default=0)
+    add_options(parser, EngineOptions, ("decision_way", "decision_template"))
+    add_cache_arguments(parser)
+    add_engine_arguments(parser, with_model=False)
+
+
+def run(args: argparse.Namespace) -> int:
+    from dllm_engine.evaluation.calibrating import fit, measure
+    from dllm_engine.evaluation.comparison import check_output
+    from dllm_engine.evaluation.labelled_questions import read_labelled
+    from dllm_engine.evaluation.plots import draw_curves, plot_beside
+
+    if args.questions is None:
+        raise ValueError("nothing says what to ask; give --questions FILE.jsonl")
+    check_output(args.output)
+    plot = plot_beside(args.output)
+    questions = read_labelled(args.questions)[: args.count]
+    llm = load(prepare(args))
+    answers = args.output.with_suffix(".answers.jsonl")
+    measured = measure(llm.asking, llm.ask_rows, questions, answers)
+    fitted = fit(questions, measured, args.seed)
+    fitted.calibration.write(args.output)
+    rows, curves = [], {}
+    for name, scores in (("before", fitted.before), ("after", fitted.after)):
+        error = scores.calibration_error
+        rows.append(
+            (
+                name,
+                f"{scores.accuracy:.3f}",
+                f"{error:.3f}",
+                f"{scores.brier:.3f}",
+                f"{scores.log_loss:.3f}",
+            )
+        )
+        curves[f"{name} (error {error:.3f})"] = scores.bins
+    columns = ("", "ACCURACY", "CALIBRATION ERROR", "BRIER", "LOG LOSS")
+    print(format_table([columns, *rows]))
+    print(f"\n{len(fitted.before.right)} questions were held back.")
+    print(f"Choices that change with the order of the labels: {fitted.flips:.1%}")
+    for kind, temperature in fitted.calibration.temperatures.items():
+        print(f"{kind}: temperature {temperature:.2f}")
+    if not fitted.calibration.temperatures:
+        print("No temperature makes the held-back questions more probable.")
+    print(f"wrote {args.output}: dllm serve … --decision-calibration {args.output}")
+    if plot is not None:
+        draw_curves(curves, plot)
+    return 0

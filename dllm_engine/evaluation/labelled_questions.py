@@ -1,0 +1,182 @@
+"""Questions with their right answers: how often a model is right, and whether its
+probabilities say so.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dllm_engine.batch import prompt_tokens, read_input, settings_digest
+from dllm_engine.decisions.asking import fields_by_question
+from dllm_engine.decisions.openai_form import read_input as read_messages
+from dllm_engine.decisions.openai_form import read_question
+from dllm_engine.decisions.questions import Question, QuestionError
+from dllm_engine.evaluation.comparison import Result, Task, mean_and_error
+from dllm_engine.evaluation.runner import MeasuredEngine
+
+KEY = "question"
+"""Key of a line that tells it from a prompt."""
+
+
+@dataclass(frozen=True)
+class LabelledQuestion:
+    """A question about messages, and the index of its right option."""
+
+    messages: list[dict[str, str]]
+    question: Question
+    answer: int
+
+
+def is_labelled(path: Path) -> bool:
+    """Return True for a file of labelled questions, by its first line."""
+    for line in read_input(path)[:1]:
+        try:
+            return KEY in json.loads(line.text)
+        except (ValueError, TypeError):
+            return False
+    return False
+
+
+def read_labelled(path: Path) -> list[LabelledQuestion]:
+    """The questions of a file, a line each: ``{"input": …, "question": {…}, "answer":
+    …}`` with OpenAI's input and question. Raises ``ValueError`` with the number of a
+    line that is none.
+    """
+    labelled = []
+    for line in read_input(path):
+        try:
+            given = json.loads(line.text)
+            question = read_question(given[KEY], [KEY])
+            answer = _index_of(given["answer"], question)
+            messages = read_messages(given["input"])
+        except QuestionError as error:
+            reason = f"{error.path}: {error.message}"
+            raise ValueError(f"{path}: line {line.index + 1}: {reason}") from None
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f'{path}: line {line.index + 1} must be {{"input": "…", "question": '
+                f'{{…}}, "answer": …}}: {error!r}'
+            ) from None
+        labelled.append(LabelledQuestion(messages, question, answer))
+    if not labelled:
+        raise ValueError(f"{path} holds no questions; give it a line per question")
+    return labelled
+
+
+def _index_of(answer: Any, question: Question) -> int:
+    """The option that an answer names: true or false, the label, or of a score also the
+    number of the level.
+    """
+    if question.kind == "yes_no":
+        if not isinstance(answer, bool):
+            raise ValueError(f"answer {answer!r} is neither true nor false")
+        return 0 if answer else 1
+    if question.kind == "score" and type(answer) is int:
+        if not 0 <= answer < len(question.options):
+            raise ValueError(f"answer {answer}: levels are counted from 0")
+        return answer
+    for index, option in enumerate(question.options):
+        if type(option.label) is type(answer) and option.label == answer:
+            return index
+    raise ValueError(f"answer {answer!r} is none of the labels")
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of answers; the fewer of the last two, the better."""
+
+    right: list[float]
+    """1 for each right answer, else 0."""
+    bins: list[tuple[float, float, int]]
+    """As of ``reliability``."""
+    brier: float
+    """Mean squared difference of the probabilities from 1 for the right option and 0
+    for the others, summed over options.
+    """
+    log_loss: float
+    """Mean negative log-probability of the right option."""
+
+    @property
+    def accuracy(self) -> float:
+        return float(np.mean(self.right))
+
+    @property
+    def calibration_error(self) -> float:
+        differences = [size * abs(mean - share) for mean, share, size in self.bins]
+        return sum(differences) / len(self.right)
+
+
+def scores_of(shares: Sequence[np.ndarray], answers: Sequence[int]) -> Scores:
+    """Scores of the probabilities of each question's options."""
+    right, best, squares, losses = [], [], [], []
+    for probabilities, answer in zip(shares, answers, strict=True):
+        is_right = np.arange(len(probabilities)) == answer
+        right.append(float(np.argmax(probabilities) == answer))
+        best.append(float(max(probabilities)))
+        squares.append(float(((probabilities - is_right) ** 2).sum()))
+        losses.append(-float(np.log(max(probabilities[answer], 1e-12))))
+    bins = reliability(best, right)
+    return Scores(right, bins, float(np.mean(squares)), float(np.mean(losses)))
+
+
+def reliability(
+    probabilities: Sequence[float], scores: Sequence[float]
+) -> list[tuple[float, float, int]]:
+    """Mean probability, share of right values, and number of values, of each tenth of
+    probability that has any. The mean of their differences, weighted by the numbers,
+    is the expected calibration error."""
+    pairs = np.column_stack((probabilities, scores))
+    numbers = np.minimum(pairs[:, 0] * 10, 9).astype(int)
+    bins = (pairs[numbers == number] for number in np.unique(numbers))
+    return [
+        (each[:, 0].mean().item(), each[:, 1].mean().item(), len(each)) for each in bins
+    ]
+
+
+@dataclass(frozen=True)
+class QuestionTask(Task):
+    """Labelled questions, each asked by itself as the engine asks."""
+
+    questions: Sequence[LabelledQuestion]
+
+    @property
+    def digest(self) -> str:
+        return settings_digest(repr(self.questions))
+
+    def score(self, engine: MeasuredEngine, decoding: dict[str, Any]) -> Result:
+        """The share of right answers, its calibration and Brier score."""
+        unused = decoding.keys() - {"gen_length", "seed"}
+        if unused:
+            raise ValueError(
+                f"{min(unused)}: a question is answered in one pass; leave it out"
+            )
+        asking, tokenizer = engine.llm.asking, engine.llm.get_tokenizer()
+        rows, requests = [], []
+        for each in self.questions:
+            rows.append(asking.rows(each.messages, [each.question], False))
+            for row in rows[-1]:
+                requests.append((prompt_tokens(row.messages, tokenizer), row.params))
+        completions, _ = engine.complete(requests)
+        results = iter(completions)
+        shares, masses = [], []
+        for each, own in zip(self.questions, rows, strict=True):
+            decisions = [next(results).diffusion.decision for _ in own]
+            read = fields_by_question(own, decisions)
+            (answer,) = asking.answers([each.question], read)
+            shares.append(np.array(answer.probabilities))
+            masses.append(answer.label_mass)
+        scores = scores_of(shares, [each.answer for each in self.questions])
+        details = {
+            "scores": scores.right,
+            "calibration_error": scores.calibration_error,
+            "reliability": scores.bins,
+            "brier": scores.brier,
+            "log_loss": scores.log_loss,
+            "label_mass": float(np.mean(masses)),
+        }
+        figures = mean_and_error(scores.right)
+        return Result("answers", *figures, len(scores.right), details)

@@ -1,0 +1,137 @@
+"""Labelled questions: their file, their scores, and a calibration by them."""
+
+import json
+
+import numpy as np
+import pytest
+
+from dllm_engine.cli import calibrate, evaluate
+from dllm_engine.cli.main import main
+from dllm_engine.decisions.calibration import Calibration
+from dllm_engine.decisions.questions import Option, Question
+from dllm_engine.evaluation.calibrating import Measured, fit
+from dllm_engine.evaluation.labelled_questions import (
+    LabelledQuestion,
+    is_labelled,
+    read_labelled,
+    scores_of,
+)
+
+CHOICE = {
+    "type": "choice",
+    "instructions": "Where does Tom live?",
+    "choices": [{"value": "Rome"}, {"value": "Oslo"}, {"value": True}],
+}
+PREDICATE = {"type": "predicate", "instructions": "Tom lives in Rome."}
+
+
+def line(question, answer, text="Tom lives in Oslo."):
+    return json.dumps({"input": text, "question": question, "answer": answer})
+
+
+def written(path, *lines):
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_a_file_of_questions(tmp_path):
+    score = {"type": "score", "instructions": "", "levels": [{"label": "a"}] * 2}
+    lines = line(CHOICE, True), line(PREDICATE, False), line(score, 1)
+    labelled = read_labelled(written(tmp_path / "q.jsonl", *lines))
+    assert [each.answer for each in labelled] == [2, 1, 1]
+    assert is_labelled(tmp_path / "q.jsonl")
+    assert not is_labelled(
+        written(tmp_path / "p.jsonl", '{"prompt": "", "answer": ""}')
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "holds no questions"),
+        ("nonsense", "line 1 must be"),
+        (line(CHOICE, "Lima"), "line 1 must be .*none of the labels"),
+        (line(PREDICATE, "yes"), "neither true nor false"),
+        (line({"type": "choice"}, "a"), "question.instructions"),
+        (line(PREDICATE, True, text=3), "line 1: input: "),
+    ],
+)
+def test_a_line_that_is_none_is_named(tmp_path, content, message):
+    with pytest.raises(ValueError, match=message):
+        read_labelled(written(tmp_path / "q.jsonl", content))
+
+
+def test_scores():
+    shares = [np.array([0.8, 0.2]), np.array([0.6, 0.4])]
+    scores = scores_of(shares, [0, 1])
+    assert scores.accuracy == 0.5
+    assert scores.brier == pytest.approx((2 * 0.2**2 + 2 * 0.6**2) / 2)
+    assert scores.log_loss == pytest.approx(-np.log([0.8, 0.4]).mean())
+    assert scores.calibration_error == pytest.approx((0.2 + 0.6) / 2)
+
+
+def test_a_temperature_is_found_and_only_where_it_helps():
+    """Answers that are right as often as they say, but say it three times too sure."""
+    rng = np.random.default_rng(0)
+    choice = Question("choice", "", (Option("a"), Option("b")))
+    yes_no = Question("yes_no", "", (Option("Yes"), Option("No")))
+    questions, measured = [], []
+    for question, factor in ((choice, 3.0), (yes_no, 1.0)):
+        for _ in range(2000):
+            logits = rng.normal(0, 1, 2)
+            shares, sure = (np.exp(logits * by) for by in (1.0, factor))
+            answer = int(rng.random() > shares[0] / shares.sum())
+            questions.append(LabelledQuestion([], question, answer))
+            measured.append(Measured([*(sure / sure.sum())], False))
+    fitted = fit(questions, measured, seed=1)
+    assert fitted.calibration.temperatures["choice"] == pytest.approx(3.0, rel=0.25)
+    assert fitted.calibration.temperatures.get("yes_no", 1.0) == pytest.approx(
+        1.0, rel=0.25
+    )
+    assert fitted.after.log_loss < fitted.before.log_loss
+    assert fitted.after.calibration_error < fitted.before.calibration_error
+    with pytest.raises(ValueError, match="19 questions are too few"):
+        fit(questions[:19], measured[:19], seed=1)
+
+
+def test_a_calibration_file_is_checked(tmp_path):
+    file = tmp_path / "calibration.json"
+    Calibration({"score": 2.0}).write(file)
+    assert Calibration.read(str(file)).applied("score", [0.8, 0.2]) == pytest.approx(
+        [2 / 3, 1 / 3]
+    )
+    for content in ("[]", '{"temperatures": {"score": 0}}'):
+        with pytest.raises(ValueError, match="decision_calibration="):
+            Calibration.read(str(written(tmp_path / f"{len(content)}.json", content)))
+
+
+def test_commands_score_and_calibrate(demo, tmp_path, monkeypatch, capsys):
+    """Texts that say where someone lives, some of which lie about Tom."""
+    cities = ("Rome", "Oslo", "Paris", "Lima")
+    choices = [{"value": city} for city in cities]
+    question = {**CHOICE, "choices": choices}
+    lines = [
+        line(question, cities[i % 4 - i // 16], f"Tom lives in {cities[i % 4]}.")
+        for i in range(20)
+    ]
+    file = written(tmp_path / "questions.jsonl", *lines)
+    output = tmp_path / "calibration.json"
+    monkeypatch.setattr(calibrate, "load", lambda arguments: demo)
+    command = ["calibrate", "demo", "--questions", str(file), "--output", str(output)]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert "CALIBRATION ERROR" in printed
+    assert json.loads(output.read_text()).keys() == {"temperatures"}
+    kept = output.with_suffix(".answers.jsonl").read_text().splitlines()
+    assert len(kept) == 21
+    monkeypatch.setattr(evaluate, "load", lambda arguments: demo)
+    scores = tmp_path / "scores.json"
+    monkeypatch.setattr(demo.llm_engine.engine_core, "shutdown", lambda: None)
+    assert main(["eval", "--tasks", str(file), "--output", str(scores)]) == 0
+    (row,) = json.loads(scores.read_text())["rows"]
+    assert row["result"]["score"] == pytest.approx(16 / 20)
+    assert row["result"]["details"].keys() >= {"brier", "calibration_error"}
+    # It goes on from what it has.
+    output.with_suffix(".answers.jsonl").write_text("\n".join(kept[:8]) + "\n")
+    assert main(command) == 0
+    assert len(output.with_suffix(".answers.jsonl").read_text().splitlines()) == 21
