@@ -159,7 +159,8 @@ class QuestionTask(Task):
         for each in self.questions:
             rows.append(asking.rows(each.messages, [each.question], False))
             for row in rows[-1]:
-                requests.append((prompt_tokens(row.messages, tokenizer), row.params))
+                messages: list[Any] = row.messages
+                requests.append((prompt_tokens(messages, tokenizer), row.params))
         completions, _ = engine.complete(requests)
         results = iter(completions)
         shares, masses = [], []
