@@ -53,6 +53,27 @@ _SHAPES: dict[str, tuple[ModelFamily, dict[str, Any], tuple[str, ...]]] = {
         {},
         families.STABLE_DIFFCODER.checkpoints,
     ),
+    "qwen3-0.6b-mdlm": (
+        families.A2D_QWEN3,
+        {"kind": "mdlm"},
+        families.A2D_QWEN3.checkpoints[:1],
+    ),
+    "qwen3-0.6b-bd3lm": (
+        families.A2D_QWEN3,
+        {"kind": "bd3lm"},
+        families.A2D_QWEN3.checkpoints[1:],
+    ),
+    "qwen2.5-0.5b-mdlm": (
+        families.A2D_QWEN2,
+        {"kind": "mdlm"},
+        families.A2D_QWEN2.checkpoints[:1],
+    ),
+    "qwen2.5-0.5b-bd3lm": (
+        families.A2D_QWEN2,
+        {"kind": "bd3lm"},
+        families.A2D_QWEN2.checkpoints[1:],
+    ),
+    "open-dcoder-0.5b": (families.OPEN_DCODER, {}, families.OPEN_DCODER.checkpoints),
     "llada2-mini": (
         families.LLADA2,
         {"num_key_value_heads": 4},
@@ -164,7 +185,10 @@ def check_start(model: str, arguments: Mapping[str, Any]) -> None:
     from dllm_engine.model_executor.models.configs import parse_config
 
     source = arguments.get("hf_config_path") or model_path(model)
-    parse_config(_stated_config(source, arguments), source).update(overrides)
+    stated = _stated_config(source, arguments)
+    if "architectures" in overrides:
+        stated["architectures"] = overrides["architectures"]
+    parse_config(stated, source).update(overrides)
 
 
 def check_folder(model: str) -> None:

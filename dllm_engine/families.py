@@ -8,10 +8,14 @@ from typing import Any, Literal
 
 from dllm_engine.model_name import own_name
 
-ScheduleKind = Literal["uniform", "timestep"]
+ScheduleKind = Literal["uniform", "timestep", "rounded"]
 Attention = Literal["full", "block_causal"]
 """Attention of a position. ``full``: the whole canvas. ``block_causal``: its own block
-and the blocks before it, counted from the start of the canvas, prompt included."""
+and the blocks before it, prompt included."""
+BlockOrigin = Literal["canvas", "response"]
+"""Where blocks that attention goes by are counted from. ``canvas``: its start, so that
+the end of a prompt may lie inside a block. ``response``: its start, in both directions,
+so that the first block of the prompt may be shorter."""
 Shard = str | int | tuple[str, int] | None
 """Part of a fused parameter, as vLLM's layers name it; with the number of an expert;
 None: the whole of a parameter.
@@ -126,6 +130,16 @@ class ExpertShape:
 
 
 @dataclass(frozen=True)
+class Disguise:
+    """Another model's architecture in the configs of a family. Its models are known by
+    a word of their own names, or by ``hf_overrides`` with the family's architecture.
+    """
+
+    architecture: str
+    word: str
+
+
+@dataclass(frozen=True)
 class ModelFamily:
     """Facts that all checkpoints of one architecture share."""
 
@@ -136,11 +150,13 @@ class ModelFamily:
     """The entry of ``architectures`` in config.json, which tells families apart, and
     under which vLLM finds the model class."""
     checkpoints: tuple[str, ...]
+    disguise: "Disguise | None" = None
+    """What released configs state instead; None: the two above."""
 
     # Decoding
     schedule: ScheduleKind = "uniform"
     """``uniform``: equal counts per step (LLaDA); ``timestep``: counts from a time grid
-    (Dream).
+    (Dream); ``rounded``: the rounded share of what is left (dLLM).
     """
     shifts_logits: bool = False
     """True if position ``p`` is predicted by the hidden state of ``p - 1`` instead of
@@ -152,6 +168,7 @@ class ModelFamily:
     has its own.
     """
     attention: Attention = "full"
+    block_origin: BlockOrigin = "canvas"
     whole_blocks: bool = True
     """Where attention goes by blocks: True if the last one is decoded whole, steps of a
     block are counted as of a whole one, and a confidence of ``threshold`` itself is not
@@ -185,6 +202,12 @@ class ModelFamily:
     """Values of keys that a config may leave out."""
     special_ids: Mapping[str, int] = field(default_factory=dict)
     """Special tokens of the released vocabulary, for a config that leaves them out."""
+    mask_token: str | None = None
+    """The mask's name in the tokenizer, for a config that leaves its id out."""
+    kinds: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Kinds of checkpoints that no key of a config tells apart, and what differs from
+    this row. The model's own name has the word, or ``hf_overrides`` say it as ``kind``.
+    """
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Keys that would change the computation, and the values that are implemented, the
     default first.
@@ -209,6 +232,18 @@ class ModelFamily:
         return self.attention_block or min(
             self.default_block_length or gen_length, gen_length
         )
+
+    @property
+    def architectures(self) -> set[str]:
+        """What a config of the family may state as its architecture."""
+        disguise = set() if self.disguise is None else {self.disguise.architecture}
+        return {self.architecture} | disguise
+
+    @property
+    def has_blocks(self) -> bool:
+        """True if attention goes by blocks, in some kind of the family."""
+        kinds = [kind.get("attention") for kind in self.kinds.values()]
+        return "block_causal" in (self.attention, *kinds)
 
     @property
     def attention_block(self) -> int | None:
@@ -471,6 +506,83 @@ DREAM_REASONER = replace(
     defaults={**SDAR.defaults, "num_key_value_heads": 8, "head_dim": 128},
     without_effect=_WINDOW,
 )
+A2D_QWEN3 = ModelFamily(
+    name="a2d-Qwen3",
+    model_type="a2d-qwen3",
+    architecture="A2DQwen3LMHeadModel",
+    checkpoints=(
+        "dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1",
+        "dllm-hub/Qwen3-0.6B-diffusion-bd3lm-v0.1",
+    ),
+    schedule="rounded",
+    mask_token="<|mask|>",
+    kinds={
+        "mdlm": {},
+        "bd3lm": {
+            "attention": "block_causal",
+            "block_origin": "response",
+            "whole_blocks": False,
+        },
+    },
+    qk_norm=True,
+    defaults=_sizes(
+        151_936,
+        1024,
+        3072,
+        28,
+        16,
+        40_960,
+        1_000_000.0,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=True,
+    ),
+    special_ids={
+        "mask_token_id": 151_669,
+        "eos_token_id": 151_645,
+        "end_of_turn_token_id": 151_645,
+    },
+    fixed=_off("attention_bias"),
+    without_effect=_WINDOW,
+)
+A2D_QWEN2 = replace(
+    A2D_QWEN3,
+    name="a2d-Qwen2",
+    model_type="a2d-qwen2",
+    architecture="A2DQwen2LMHeadModel",
+    checkpoints=(
+        "dllm-hub/Qwen2.5-Coder-0.5B-Instruct-diffusion-mdlm-v0.1",
+        "dllm-hub/Qwen2.5-Coder-0.5B-Instruct-diffusion-bd3lm-v0.1",
+    ),
+    qkv_bias=True,
+    qk_norm=False,
+    defaults=_sizes(
+        151_936,
+        896,
+        4864,
+        24,
+        14,
+        32_768,
+        1_000_000.0,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    ),
+    special_ids={**A2D_QWEN3.special_ids, "mask_token_id": 151_665},
+    fixed={"attention_bias": (None, True)},
+)
+OPEN_DCODER = replace(
+    DREAM,
+    name="Open-dLLM",
+    model_type="qwen2",
+    architecture="OpenDcoderForCausalLM",
+    checkpoints=("fredzzp/open-dcoder-0.5B",),
+    disguise=Disguise("Qwen2ForCausalLM", "open-dcoder"),
+    strict_entropy_threshold=False,
+    mask_token="<M>",
+    defaults=A2D_QWEN2.defaults,
+    special_ids={"mask_token_id": 151_665, "eos_token_id": 151_643},
+    other_kind=None,
+)
 FAMILIES: dict[str, ModelFamily] = {
     family.architecture: family
     for family in (
@@ -483,8 +595,21 @@ FAMILIES: dict[str, ModelFamily] = {
         DREAM_REASONER,
         STABLE_DIFFCODER,
         LLADA2,
+        A2D_QWEN3,
+        A2D_QWEN2,
+        OPEN_DCODER,
     )
 }
+
+
+NOT_SUPPORTED = {
+    "wedlm": (
+        "WeDLM attends in the order in which tokens are decided, not in that of their "
+        "positions"
+    ),
+    "modernbert": "ModernBERT has other layers: LayerNorm, and local attention",
+}
+"""Diffusion models that are not served, by a part of ``model_type``, and why."""
 
 
 def released_defaults(hf_config: Any) -> Mapping[str, Any]:

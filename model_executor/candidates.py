@@ -63,12 +63,13 @@ class BatchCandidates:
         ]
         parts = [np.empty(0, dtype=np.int64)]
         for i in members:
-            edits = canvases[i].spec.unmasking.edit_threshold is not None
-            parts.append(
-                np.flatnonzero(
-                    (canvases[i].known[slice(*plans[i].quota.predicted)] < 0) | edits
-                )
-            )
+            span = slice(*plans[i].quota.predicted)
+            predicted = canvases[i].known[span] < 0
+            if canvases[i].spec.unmasking.edit_threshold is not None:
+                predicted[:] = True
+            elif plans[i].quota.left is not None:
+                predicted = canvases[i].began_masked[span]
+            parts.append(np.flatnonzero(predicted))
         requests = np.repeat(
             np.array(members, dtype=np.int64), [len(part) for part in parts[1:]]
         )

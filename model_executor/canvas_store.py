@@ -68,6 +68,8 @@ class Canvas:
         """``[canvas_length]`` int64 on the host: the tokens after the last step that
         was reported, −1 where masked. With it the host lays out a step without asking
         the device."""
+        self.began_masked = self.known < 0
+        """``[canvas_length]`` bool on the host: masks before the first step."""
         self.sent = spec.layout.prompt_length
         """The response up to this canvas position has been reported to be sent."""
         self.committed_at = np.zeros(spec.layout.canvas_length, dtype=np.int64)
@@ -135,6 +137,12 @@ class Canvas:
         ]
         changes = zip(positions, before, tokens, strict=True)
         return [change for change in changes if change[1] >= 0]
+
+    def take_back(self, positions: list[int]) -> list[tuple[int, int]]:
+        """Make decided positions masks again; return them with their tokens."""
+        tokens = self.known[positions].tolist()
+        self.known[positions], self.committed_at[positions] = -1, 0
+        return list(zip(positions, tokens, strict=True))
 
     def take_sendable(self, final: int) -> np.ndarray:
         """Canvas positions to send now, within the response and before ``final``:
@@ -233,6 +241,12 @@ class CanvasStore:
         """Unmask the ``chosen`` ones of ``places`` with ``tokens``; ``[n]`` each."""
         self.tokens[places] = torch.where(chosen, tokens, self.tokens[places])
         self.masked[places] = self.masked[places] & ~chosen
+
+    def take_back(self, places: torch.Tensor, chosen: torch.Tensor) -> None:
+        """Make the ``chosen`` ones of ``places`` masks again; ``[n]`` each."""
+        tokens = self.tokens[places]
+        self.tokens[places] = tokens.masked_fill(chosen, self.mask_token_id)
+        self.masked[places] = self.masked[places] | chosen
 
     def _make_room(self, canvas_length: int) -> None:
         """Make room for one more; those still running close ranks."""

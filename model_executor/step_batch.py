@@ -238,16 +238,14 @@ class StepBatch(RowBounds):
         specs = [canvas.spec for canvas in self.canvases]
         if any(spec.layout.attention == "full" for spec in specs):
             return None
-        lengths = np.array([spec.layout.block_length for spec in specs])
-        bounds = np.array(self.bounds)
-        firsts, lasts = (
-            self.host_positions[bounds[:-1]],
-            self.host_positions[bounds[1:] - 1],
+        blocks = np.array(
+            [(spec.layout.block_length, spec.layout.lead) for spec in specs]
         )
-        if np.array_equal(firsts // lengths, lasts // lengths):
+        lengths, leads = np.repeat(blocks, self.sizes, axis=0).T
+        ends = self.host_positions - (self.host_positions + leads) % lengths + lengths
+        bounds = np.array(self.bounds)
+        if np.array_equal(ends[bounds[:-1]], ends[bounds[1:] - 1]):
             return None  # of one block each, which sees all that lies before it
-        lengths = np.repeat(lengths, self.sizes)
-        ends = (self.host_positions // lengths + 1) * lengths
         return on_device(ends, self.device, torch.int32)
 
     def computes(self, index: int, span: Span) -> bool:

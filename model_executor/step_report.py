@@ -90,6 +90,7 @@ class Reporter:
         canvas, layer_pass = self.batch.canvases[index], self.layer_pass
         spec, changed, number = canvas.spec, outcome.positions[index], plan.forward + 1
         edited = canvas.write(changed, outcome.tokens[index])
+        taken_back = canvas.take_back(outcome.taken_back.get(index, []))
         canvas.committed_at[changed] = number
         if index in outcome.not_finite:
             message = (
@@ -113,7 +114,7 @@ class Reporter:
         return StepReport(
             plan=plan,
             rows_computed=layer_pass.rows_computed(index, rows.size),
-            num_unmasked=len(canvas.last_unmasked),
+            num_unmasked=len(canvas.last_unmasked) - len(taken_back),
             masked=masked,
             num_edited=len(edited),
             revises=still_revises,
@@ -121,7 +122,8 @@ class Reporter:
             if spec.unmasking.slow_fast
             else None,
             tokens=tokens or None,
-            trace=_trace(canvas, plan, rows, edited) | layer_pass.record(index, results)
+            trace=_trace(canvas, plan, rows, edited, taken_back)
+            | layer_pass.record(index, results)
             if self.with_trace
             else None,
             ends=ends,
@@ -142,7 +144,11 @@ class Reporter:
 
 
 def _trace(
-    canvas: Canvas, plan: StepPlan, rows: np.ndarray, edited: list[tuple[int, int, int]]
+    canvas: Canvas,
+    plan: StepPlan,
+    rows: np.ndarray,
+    edited: list[tuple[int, int, int]],
+    taken_back: list[tuple[int, int]],
 ) -> dict[str, Any]:
     """Trace entries of a step, by the names of ``DiffusionFigures.trace``."""
     spec = canvas.spec
@@ -153,6 +159,7 @@ def _trace(
         **(
             {} if spec.unmasking.edit_threshold is None else {"edited_per_step": edited}
         ),
+        **({} if plan.quota.left is None else {"remasked_per_step": taken_back}),
         "windows": tuple(plan.window),
         "computed_positions": None if whole else rows.tolist(),
     }

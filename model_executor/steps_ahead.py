@@ -146,6 +146,9 @@ def does_same_work(plan: StepPlan, other: StepPlan) -> bool:
     """
     if plan.span != other.span:  # most of those that differ, and quickly told
         return False
-    quota = replace(plan.quota, count=other.quota.count, ratio=other.quota.ratio)
+    theirs = other.quota
+    quota = replace(
+        plan.quota, count=theirs.count, ratio=theirs.ratio, left=theirs.left
+    )
     alike = replace(plan, quota=quota, forward=other.forward) == other
     return alike and bool(plan.quota.count) == bool(other.quota.count)

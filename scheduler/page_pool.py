@@ -17,21 +17,24 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.request import Request
 
+from dllm_engine.decoding.canvas_layout import CanvasLayout
+
 
 def prefix_keys(
-    hashes: Sequence[BlockHash], page_size: int, block_length: int, pages: range
+    hashes: Sequence[BlockHash], page_size: int, layout: CanvasLayout, pages: range
 ) -> list[BlockHash]:
     """Keys of these pages of a text, as far as vLLM's hashes of its pages tell. What a
     page holds depends on all tokens up to the end of the last block that it touches,
-    and on the block length."""
+    and on where blocks begin."""
     keys = []
+    length, lead = layout.block_length, layout.lead
     for page in pages:
-        block_end = -(-(page + 1) * page_size // block_length) * block_length
+        block_end = layout.block_start((page + 1) * page_size - 1) + length
         last = -(-block_end // page_size) - 1
         if last >= len(hashes):
             break
         keys.append(
-            BlockHash(hashes[last] + struct.pack("<II", block_length, last - page))
+            BlockHash(hashes[last] + struct.pack("<III", length, lead, last - page))
         )
     return keys
 

@@ -167,9 +167,7 @@ class PageTables:
             return []
         size = self.geometry.page_size
         numbers = range(self.pages.num_keyed[state.request_id], num_tokens // size)
-        return prefix_keys(
-            state.request.block_hashes, size, state.spec.layout.block_length, numbers
-        )
+        return prefix_keys(state.request.block_hashes, size, state.spec.layout, numbers)
 
     def _resize(
         self, state: RequestState, counts: PageCounts

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from dllm_engine.families import Attention
+from dllm_engine.families import Attention, BlockOrigin
 
 
 class Span(NamedTuple):
@@ -38,9 +38,9 @@ class CanvasLayout:
     gen_length: int
     block_length: int
     attention: Attention = "full"
-    """``block_causal``: attention by blocks of ``block_length``. Blocks are counted
-    from the start of the canvas; the first block of the response begins behind the
-    prompt."""
+    """``block_causal``: attention by blocks of ``block_length``. The first block of the
+    response begins behind the prompt."""
+    block_origin: BlockOrigin = "canvas"
     whole_blocks: bool = True
     """Where attention goes by blocks: True if the canvas ends with a whole block, and
     ``Schedule.block_steps`` are the steps of a whole block, even if a part of it is in
@@ -80,15 +80,27 @@ class CanvasLayout:
     def fills_blocks(self) -> bool:
         return self.is_block_causal and self.whole_blocks
 
+    @property
+    def lead(self) -> int:
+        """Positions that the first block of the canvas lacks of a whole one."""
+        if self.block_origin == "canvas":
+            return 0
+        return -self.prompt_length % self.block_length
+
+    def block_start(self, position: int) -> int:
+        """First canvas position of the block of ``position`` that attention goes by;
+        below 0 where the first block is short.
+        """
+        return position - (position + self.lead) % self.block_length
+
     @cached_property
     def blocks_start(self) -> int:
         """First canvas position of the response's first block; it may lie in the
         prompt.
         """
-        return (
-            self.prompt_length
-            - self.prompt_length % self.block_length * self.is_block_causal
-        )
+        if not self.is_block_causal:
+            return self.prompt_length
+        return self.block_start(self.prompt_length)
 
     @property
     def canvas_span(self) -> Span:
@@ -141,7 +153,7 @@ class CanvasLayout:
         """``window``, from the first position of its block on; attention by blocks
         computes blocks whole.
         """
-        return Span(window.start - window.start % self.block_length, window.stop)
+        return Span(self.block_start(window.start), window.stop)
 
     def predicting_span(self, blocks: Blocks) -> Span:
         start, stop = self.span_of(blocks)

@@ -12,6 +12,8 @@ from dllm_engine.decoding.progress import Progress
 from dllm_engine.decoding.spec import DecodingSpec, ParallelRule
 from dllm_engine.decoding.unmasking_policies import (
     PARALLEL_RULES,
+    count_left,
+    rounded_counts,
     timestep_count,
     timestep_ratio,
     uniform_count,
@@ -73,6 +75,10 @@ class UnmaskQuota:
     predicts: Span | None = None
     """Masked positions that are predicted; None: the candidates. The layer pass
     observes those behind them.
+    """
+    left: int | None = None
+    """Masks left after the step, where decided tokens may be taken back; ``count`` is
+    then by how many there are fewer. None: decided tokens stay.
     """
     may_fall_short: bool = False
     """True if rows of candidates may leave the pass before they predict anything, so
@@ -153,18 +159,21 @@ def fills_fixed_count(plan: StepPlan, spec: DecodingSpec) -> bool:
 
 def may_fill(plan: StepPlan, spec: DecodingSpec) -> bool:
     """Return True if a step can fill a position, or replace its token."""
-    return (
-        plan.quota.count > 0 or plan.post_step > 0 or not fills_fixed_count(plan, spec)
-    )
+    quota = plan.quota
+    if quota.left is not None:
+        return True
+    return quota.count > 0 or plan.post_step > 0 or not fills_fixed_count(plan, spec)
 
 
 def must_fill(plan: StepPlan, spec: DecodingSpec) -> bool:
     """Return True if a step fills at least one position, whatever
     the model predicts.
     """
-    if plan.quota.may_fall_short or plan.post_step:
+    quota = plan.quota
+    if quota.may_fall_short or plan.post_step or quota.left is not None:
         # The row of the only position that may be filled may have left the pass; the
         # next step keeps it. A step that begins without a mask only replaces tokens.
+        # One that takes tokens back may leave as many masks as there were.
         return False
     if plan.quota.parallel is not None or spec.guidance is not None:
         return True
@@ -178,6 +187,8 @@ def revises(
     """Return True if decided tokens of the running block may still change after a step
     that left ``num_masked`` masks and replaced ``num_edited`` tokens (LLaDA2.1's loop,
     arXiv 2602.08676)."""
+    if plan.quota.left is not None:
+        return num_masked > 0
     if spec.unmasking.edit_threshold is None:
         return False
     settled = plan.post_step > 0 and not num_edited
@@ -227,6 +238,11 @@ def unmask_quota(
         return quota
     quota.first_needed = False  # here such a step fills that position alone, or all
     steps = spec.steps_per_block[progress.running.first]
+    if spec.unmasking.policy.takes_back:
+        masks = spec.layout.masks_per_block[progress.running.first]
+        quota.left = count_left(masks, steps, step)
+        quota.count = progress.num_masked - quota.left
+        return quota
     in_blocks = window_alone or (
         spec.layout.num_blocks > 1 and spec.schedule.tokens_per_step is None
     )
@@ -243,6 +259,10 @@ def unmask_quota(
         quota.count = uniform_count(
             spec.scheduled_per_block[progress.running.first], steps, step
         )
+    elif step < steps - 1 and spec.schedule.kind == "rounded":
+        counts = rounded_counts(spec.scheduled_per_block[progress.running.first], steps)
+        # Steps by chance may leave some for later.
+        quota.count = counts[step] if step < len(counts) else progress.num_masked
     elif step < steps - 1:
         quota.count = timestep_count(progress.num_masked, steps, step)
     by_time_grid = (

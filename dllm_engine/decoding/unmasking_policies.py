@@ -39,6 +39,10 @@ class UnmaskingPolicy:
     """Unmask each position with the step's ratio as probability, not a fixed count of
     the most confident.
     """
+    takes_back: bool = False
+    """True if a step predicts every position of its block that was a mask at first, and
+    makes the least confident of them masks, also those that were decided.
+    """
 
 
 @dataclass(frozen=True)
@@ -82,9 +86,9 @@ class UnmaskingRule:
     """Values that `dllm tune` tries, the most careful first."""
 
     def suits(self, policy: UnmaskingPolicy) -> bool:
-        return policy.measures == self.measures and not (
-            self.untempered and policy.tempered
-        )
+        if policy.takes_back or (self.untempered and policy.tempered):
+            return False
+        return policy.measures == self.measures
 
 
 UNMASKING_POLICIES: dict[str, UnmaskingPolicy] = {
@@ -102,6 +106,8 @@ UNMASKING_POLICIES: dict[str, UnmaskingPolicy] = {
         UnmaskingPolicy("entropy", "entropy", tempered=True),
         UnmaskingPolicy("topk_margin", "margin", tempered=True),
         UnmaskingPolicy("origin", "noise", tempered=True, draws_each_position=True),
+        # Open-dLLM's
+        UnmaskingPolicy("p2", "probability", tempered=True, takes_back=True),
     )
 }
 PARALLEL_RULES = EntryPointGroup(
@@ -134,6 +140,24 @@ def uniform_count(block_size: int, steps: int, step: int) -> int:
     return block_size // steps + (step < block_size % steps)
 
 
+@lru_cache(maxsize=1024)
+def rounded_counts(masks: int, steps: int) -> tuple[int, ...]:
+    """Tokens unmasked at each step of a block of so many masks: what is left, divided
+    by the steps left and rounded, in float32 as dLLM's ``get_num_transfer_tokens``
+    computes it. Steps that would unmask none are left out.
+    """
+    one = np.float32(1)
+    counts = []
+    left = masks
+    for remaining in range(steps, 0, -1):
+        before, after = (np.float32(n / steps) for n in (remaining, remaining - 1))
+        kept = (one - (one - after)) / (one - (one - before))
+        count = min(int(np.round(left * np.float64(one - kept))), left)
+        counts.append(count)
+        left -= count
+    return tuple(count for count in counts if count)
+
+
 @lru_cache(maxsize=64)
 def _unmask_ratios(steps: int) -> tuple[float, ...]:
     import torch  # here, so that listing methods and options does not load it
@@ -156,6 +180,13 @@ def timestep_count(num_masked: int, steps: int, step: int) -> int:
     0 in the first steps.
     """
     return int(np.float32(num_masked) * np.float32(timestep_ratio(steps, step)))
+
+
+def count_left(masks: int, steps: int, step: int) -> int:
+    """Masks that ``step`` leaves of a block that began with so many, where tokens are
+    taken back (Open-dLLM's ``p2``).
+    """
+    return int(np.float32(masks) * np.float32(1 - (step + 1) / steps))
 
 
 MOST_TOKENS = (1 << 31) - 1

@@ -81,6 +81,9 @@ def options_with_defaults(
             suited[name] = [each for each in policies if each.measures in measures]
         elif facts.one_of == "rules":
             suited[name] = [*filter(PARALLEL_RULES[name].suits, policies)]
+        if facts.needs_decided:
+            kept = suited.get(name, policies)
+            suited[name] = [each for each in kept if not each.takes_back]
     if own.unmasking is None:
         for name in own.asked:
             if name in suited:

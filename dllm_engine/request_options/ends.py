@@ -14,10 +14,14 @@ if TYPE_CHECKING:
 
 
 class EndOptions(OptionGroup):
-    early_stop: Annotated[bool | None, Facts(default_by="checkpoint")] = None
+    early_stop: Annotated[
+        bool | None, Facts(default_by="checkpoint", needs_decided=True, off=False)
+    ] = None
     """Drop everything after the first end token as soon as it is decided, even if
     tokens before it are still masked (d3LLM)."""
-    delay_eos: Annotated[bool | None, Facts(decided_by_guide=True, off=False)] = None
+    delay_eos: Annotated[
+        bool | None, Facts(decided_by_guide=True, needs_decided=True, off=False)
+    ] = None
     """Hold back an end token while the position before it is masked and the response
     has no end token yet (ES-dLLM). Works with every cache method. Without a cache, it
     also selects the rest of ES-dLLM's sampler."""

@@ -55,6 +55,8 @@ class Facts:
     """True if a guided request may not set it."""
     needs_attention: AttentionNeed | None = None
     needs_measure: MeasureNeed | None = None
+    needs_decided: bool = False
+    """True if decided tokens must stay, so that no policy may take them back."""
     off: Any = None
     """Value that asks for nothing, as if the option were not set."""
     in_decisions: bool = False

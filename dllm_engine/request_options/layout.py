@@ -76,6 +76,7 @@ def resolve_layout(
         gen_length,
         _block_length(request, own, options, gen_length),
         attention=family.attention,
+        block_origin=family.block_origin,
         whole_blocks=family.whole_blocks,
         shifts_logits=family.shifts_logits,
         suffix_blocks=options.suffix_blocks,

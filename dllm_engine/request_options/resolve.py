@@ -34,7 +34,10 @@ from dllm_engine.request_options.sampling_params import (
     request_options,
 )
 from dllm_engine.request_options.schedule import resolve_schedule
-from dllm_engine.request_options.unmasking import resolve_unmasking
+from dllm_engine.request_options.unmasking import (
+    check_taking_back,
+    resolve_unmasking,
+)
 
 
 def resolve_decoding(
@@ -79,7 +82,7 @@ def resolve_decoding(
     check_suffix(options, engine)
     spec = DecodingSpec(
         layout,
-        schedule=resolve_schedule(request, own, options, layout, unmasking.parallel),
+        schedule=resolve_schedule(request, own, options, layout, unmasking),
         unmasking=unmasking,
         sampling=resolve_sampling(
             request, options, layout, plain_if_greedy=sampler is not None
@@ -95,6 +98,7 @@ def resolve_decoding(
         guidance=guidance,
         decision=decision,
     )
+    check_taking_back(spec, engine)
     if engine.method.keeps(spec) and (reason := engine.cache.refusal(spec)):
         raise InvalidRequestError(reason)
     return spec

@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import Field
 
 from dllm_engine.decoding.canvas_layout import CanvasLayout
-from dllm_engine.decoding.spec import ParallelRule, Schedule
+from dllm_engine.decoding.spec import ParallelRule, Schedule, Unmasking
 from dllm_engine.decoding.unmasking_policies import MOST_TOKENS, PARALLEL_RULES
 from dllm_engine.request_options.context import RequestContext, refused
 from dllm_engine.request_options.facts import (
@@ -27,6 +27,8 @@ _Count = Annotated[
         decided_by_guide=True,
     ),
 ]
+_MOST_STEPS_PER_TOKEN = 16
+"""Where steps take tokens back, so that more steps than tokens make sense."""
 
 
 class ScheduleOptions(OptionGroup):
@@ -50,6 +52,7 @@ class ScheduleOptions(OptionGroup):
                 ),
             ),
             decided_by_guide=True,
+            needs_decided=True,
             needs_attention=AttentionNeed(
                 "full",
                 "blocks run one at a time; the model was not trained for several",
@@ -66,13 +69,14 @@ def resolve_schedule(
     own: ScheduleOptions,
     options: ScheduleOptions,
     layout: CanvasLayout,
-    parallel: ParallelRule | None,
+    unmasking: Unmasking,
 ) -> Schedule:
-    """``parallel``: the request's rule of parallel unmasking. It ends a block by
-    itself; what else counts on steps counts a token each."""
+    """A rule of parallel unmasking ends a block by itself; what else counts on steps
+    counts a token each."""
+    parallel = unmasking.parallel
     check_several_blocks(options, parallel)
     positions = layout.canvas_length - layout.prompt_length
-    steps = _steps(own, options, layout)
+    steps = _steps(own, options, layout, takes_back=unmasking.policy.takes_back)
     by_schedule = parallel is None or PARALLEL_RULES[parallel.kind].least_by_schedule
     schedule = Schedule(
         steps=steps if parallel is None else positions,
@@ -94,7 +98,13 @@ def resolve_schedule(
     return schedule
 
 
-def _steps(own: ScheduleOptions, options: ScheduleOptions, layout: CanvasLayout) -> int:
+def _steps(
+    own: ScheduleOptions,
+    options: ScheduleOptions,
+    layout: CanvasLayout,
+    *,
+    takes_back: bool,
+) -> int:
     """Steps of the response, fitted to it where the request does not name them: each
     block gets one.
     """
@@ -102,7 +112,13 @@ def _steps(own: ScheduleOptions, options: ScheduleOptions, layout: CanvasLayout)
     steps = options.steps or positions
     if own.steps is None:
         return max(min(steps, positions), layout.num_blocks)
-    if steps > positions:
+    if takes_back:
+        if steps > (most := _MOST_STEPS_PER_TOKEN * positions):
+            raise refused(
+                f"steps={steps} is out of range: it must be 1 … {most}, "
+                f"{_MOST_STEPS_PER_TOKEN} for each token"
+            )
+    elif steps > positions:
         added = layout.canvas_length - layout.response_span.stop
         behind = f" and {added} behind it in its last block" if added else ""
         raise refused(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 from pydantic import Field, TypeAdapter, create_model
 
-from dllm_engine.decoding.spec import ParallelRule, Unmasking
+from dllm_engine.decoding.spec import DecodingSpec, ParallelRule, Unmasking
 from dllm_engine.decoding.unmasking_policies import (
     CONFIDENCES,
     MOST_TOKENS,
@@ -19,6 +19,7 @@ from dllm_engine.decoding.unmasking_policies import (
     UnmaskingRule,
 )
 from dllm_engine.families import ModelFamily
+from dllm_engine.options import EngineOptions
 from dllm_engine.request_options.context import refused
 from dllm_engine.request_options.facts import (
     AttentionNeed,
@@ -51,6 +52,7 @@ class PolicyOptions(OptionGroup):
             needs_measure=MeasureNeed(
                 WEIGHTED_MEASURES, "weights probabilities and margins"
             ),
+            needs_decided=True,
         ),
     ] = Field(default=None, ge=0.01, le=1e6)
     """Multiply the confidence of a position by the share of known tokens near it,
@@ -65,6 +67,7 @@ class PolicyOptions(OptionGroup):
             needs_measure=MeasureNeed(
                 CONFIDENCES, "draws positions by their probability, entropy or margin"
             ),
+            needs_decided=True,
             off=0,
         ),
     ] = Field(default=None, ge=0, le=1e6)
@@ -80,6 +83,7 @@ class PolicyOptions(OptionGroup):
                 "decided tokens are replaced only in blocks that attend to nothing "
                 "behind them",
             ),
+            needs_decided=True,
         ),
     ] = Field(default=None, ge=0, le=1)
     """Token editing (LLaDA2.1): each step also replaces decided tokens of the running
@@ -100,6 +104,7 @@ def _facts_of_rule(rule: UnmaskingRule) -> Facts:
         one_of="rules",
         replaces=("steps_per_block", "tokens_per_step", "alg_temp"),
         decided_by_guide=True,
+        needs_decided=not rule.else_counted,
     )
     if not rule.in_spans:
         return common
@@ -199,6 +204,7 @@ def policy_and_rule(
     rule = _rule(options, family, exceeds_threshold)
     policy, rule = _suited(options, family, rule)
     _check_measures(options, policy)
+    _check_decided(options, policy)
     if options.alg_temp and rule is not None:
         raise refused(
             f"alg_temp={options.alg_temp} draws a fixed count of positions, and "
@@ -252,6 +258,39 @@ def _check_measures(options: OptionGroup, policy: UnmaskingPolicy) -> None:
                 f"{name}={value} {need.use}, which unmasking={policy.name!r} does not "
                 f"measure; choose {' or '.join(suited)}"
             )
+
+
+def _check_decided(options: OptionGroup, policy: UnmaskingPolicy) -> None:
+    """Refuse options for which decided tokens must stay, where the policy takes them
+    back.
+    """
+    facts = options.facts()
+    for name, value in options.asked.items():
+        if policy.takes_back and facts[name].needs_decided:
+            raise refused(
+                f"{name}={value} needs that decided tokens stay, and "
+                f"unmasking={policy.name!r} takes them back; leave one of them unset"
+            )
+
+
+def check_taking_back(spec: DecodingSpec, engine: EngineOptions) -> None:
+    """Refuse a policy that takes tokens back where what was computed of them is kept,
+    or a text must match.
+    """
+    policy = spec.unmasking.policy
+    if not policy.takes_back:
+        return
+    if engine.method.pages is not None:
+        raise refused(
+            f"unmasking={policy.name!r} takes decided tokens back, of which "
+            f"cache_method={engine.cache_method!r} keeps what it computed; choose "
+            f"another policy, or start the engine with cache_method='none'"
+        )
+    if spec.text.is_constrained:
+        raise refused(
+            f"unmasking={policy.name!r} takes decided tokens back, which structured "
+            f"output does not allow; choose another policy"
+        )
 
 
 def _rule(

@@ -27,7 +27,12 @@ from dllm_engine.model_executor.loading.files import (
 )
 from dllm_engine.model_executor.loading.lora import check_adapter
 from dllm_engine.model_executor.models.config_keys import block_size_of
-from dllm_engine.model_executor.models.configs import Config, unsupported_model
+from dllm_engine.model_executor.models.configs import (
+    Config,
+    config_class_of,
+    parse_config,
+    unsupported_model,
+)
 from dllm_engine.model_name import own_name
 from dllm_engine.options import OPTIONS_KEY, EngineOptions, shortened
 from dllm_engine.quiet import keep_our_warnings
@@ -78,6 +83,7 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_model_config(model_config: ModelConfig) -> None:
+        _take_named_family(model_config)
         config, overrides = model_config.hf_config, model_config.hf_overrides
         if not isinstance(config, Config):
             raise ValueError(
@@ -231,6 +237,21 @@ def checked_defaults(override: dict[str, Any]) -> dict[str, Any]:
         for name, value in override.items()
         if name in USED_DEFAULTS and value is not None
     }
+
+
+def _take_named_family(model_config: ModelConfig) -> None:
+    """Read a config anew that states another model's architecture, and is ours by
+    ``hf_overrides`` alone.
+    """
+    overrides = model_config.hf_overrides
+    if isinstance(model_config.hf_config, Config) or not isinstance(overrides, dict):
+        return
+    stated = model_config.hf_config.to_dict()
+    stated["architectures"] = overrides.get("architectures")
+    family = config_class_of(stated)
+    if family is not None:
+        model_config.hf_config = parse_config(stated, model_config.model)
+        model_config.hf_text_config = model_config.hf_config
 
 
 def refuse_stray_options(original: Original, self: VllmConfig) -> None:

@@ -124,6 +124,24 @@ def _check_tokenizer(folder: Path) -> None:
                 )
 
 
+def token_id(model: str, token: str) -> int | None:
+    """The id of an added token in the tokenizer of the folder ``model``; None where no
+    file names it.
+    """
+    path = Path(model) / "tokenizer_config.json"
+    added = read_object(path).get("added_tokens_decoder") if path.is_file() else None
+    for number, entry in added.items() if isinstance(added, dict) else ():
+        if isinstance(entry, dict) and entry.get("content") == token:
+            return int(number) if number.isdecimal() else None
+    path = Path(model) / "tokenizer.json"
+    added = read_object(path).get("added_tokens") if path.is_file() else None
+    for entry in added if isinstance(added, list) else ():
+        if isinstance(entry, dict) and entry.get("content") == token:
+            number = entry.get("id")
+            return number if type(number) is int else None
+    return None
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; raises ``ValueError`` naming a file
     that holds none.

@@ -24,6 +24,9 @@ class FillableModel(Protocol):
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]: ...
 
 
+_TIED = ("embedding.weight", "lm_head.weight")
+
+
 def fill_parameters(
     model: FillableModel, weights: Iterable[tuple[str, torch.Tensor]]
 ) -> set[str]:
@@ -37,10 +40,20 @@ def fill_parameters(
         _modules_in_layer(model),
     )
     filled: set[tuple[str, Shard]] = set()
+    tied: list[torch.Tensor] = []
+    """The embedding and the head of a model in which they are one."""
     for tensor_name, tensor in weights:
         name, shard = _locate(tensor_name, model, in_layer)
-        if name == "lm_head.weight" and model.config.tie_word_embeddings:
-            continue  # it is the embedding
+        if model.config.tie_word_embeddings and name in _TIED:
+            tied.append(tensor)
+            if len(tied) == len(_TIED) and not torch.equal(*tied):
+                raise ValueError(
+                    f"{model.names.head}.weight differs from {model.names.embedding}"
+                    f".weight, which the config ties to it; set "
+                    f'hf_overrides={{"tie_word_embeddings": false}}'
+                )
+            if name == "lm_head.weight":
+                continue
         if (name, shard) in filled:
             raise ValueError(
                 f"checkpoint tensor {shortened(tensor_name)} comes twice; is a file "

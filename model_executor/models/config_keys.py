@@ -93,6 +93,11 @@ def block_size_of(model_name: str) -> int | None:
     return None if named is None else int(named[1])
 
 
+def kind_of(family: ModelFamily, model_name: str) -> str | None:
+    """The kind of the family that a model's own name states."""
+    return next((kind for kind in family.kinds if has_word(model_name, kind)), None)
+
+
 def rotary_dim(config: Any, head_dim: int) -> int:
     """Numbers of each head that RoPE turns, from the first on."""
     return int(head_dim * (getattr(config, "partial_rotary_factor", None) or 1))
@@ -125,7 +130,7 @@ class CheckpointKeys(BaseModel):
     @model_validator(mode="after")
     def _of_the_family(self) -> Self:
         stated, model_type = self.architectures, self.family.model_type
-        if stated is not None and self.family.architecture not in stated:
+        if stated is not None and not {*stated} & self.family.architectures:
             known = [
                 repr(family.architecture)
                 for family in FAMILIES.values()
@@ -259,6 +264,8 @@ class CheckpointKeys(BaseModel):
             other, reason = cls.family.other_kind
             if has_word(model_name, other):
                 raise ValueError(f"{source}: {other} {reason}")
+        if (kind := kind_of(cls.family, model_name)) is not None:
+            values = {"kind": kind} | dict(values)
         if (
             "block_size" in cls.model_fields
             and (block_size := block_size_of(model_name)) is not None
@@ -505,7 +512,9 @@ def keys_of(family: ModelFamily) -> type[CheckpointKeys]:
         known = tuple(value for value in values if value is not None)
         allowed: Any = Literal[known] if known else type(None)
         fields[name] = (allowed | None if None in values else allowed, values[0])
-    if family.attention == "block_causal":
+    if family.kinds:
+        fields["kind"] = (Literal[tuple(family.kinds)] | None, None)
+    if family.has_blocks:
         fields["block_size"] = (Size, family.default_block_length)
     keys = create_model(f"{family.architecture}Keys", __base__=base, **fields)
     keys.family = family

@@ -11,12 +11,20 @@ from transformers import (
     GenerationConfig,
     LlamaConfig,
     PretrainedConfig,
+    Qwen2Config,
     Qwen2Tokenizer,
 )
 
-from dllm_engine.families import DREAM, FAMILIES, ExpertShape, ModelFamily
+from dllm_engine.families import (
+    DREAM,
+    FAMILIES,
+    NOT_SUPPORTED,
+    ExpertShape,
+    ModelFamily,
+)
+from dllm_engine.model_executor.loading.files import token_id
 from dllm_engine.model_executor.models.config_keys import SCHEMAS, CheckpointKeys
-from dllm_engine.model_name import own_name
+from dllm_engine.model_name import has_word, own_name
 from dllm_engine.options import OPTIONS_KEY, cut, shortened
 
 _KEPT_KEYS = {
@@ -83,7 +91,7 @@ class Config(PretrainedConfig):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """transformers knows configs by their ``model_type``, which families share."""
-        own = config_class_of(config_dict) or cls
+        own = config_class_of(config_dict | kwargs) or cls
         return (
             super().from_dict(config_dict, **kwargs)
             if own is cls
@@ -96,6 +104,8 @@ class Config(PretrainedConfig):
         goes by blocks.
         """
         family = self.schema.family
+        if family.kinds and self.kind is not None:
+            family = replace(family, **family.kinds[self.kind])
         if family.attention == "full":
             return family
         shares_experts = bool(getattr(self, "expert_capacity", 0))
@@ -119,6 +129,14 @@ class Config(PretrainedConfig):
             _source(self._stated),
             _model_name(self._stated),
         )
+        family = self.schema.family
+        if family.kinds and self.kind is None:
+            kinds = " or ".join(map(repr, family.kinds))
+            raise ValueError(
+                f"{_source(self._stated)} does not say which kind of {family.name} "
+                f"this is, nor does the model's name; set hf_overrides="
+                f'{{"kind": ...}} to {kinds}'
+            )
         if self.mask_token_id is None:
             raise ValueError(
                 f"{_source(self._stated)} has no 'mask_token_id'; a diffusion language "
@@ -141,7 +159,7 @@ class Config(PretrainedConfig):
                 f"{source}: model_type={model_type!r}, but the file is of "
                 f"model_type={self.model_type!r}"
             )
-        own = self._without_kept(values)
+        own = self._told_by_tokenizer(values) | self._without_kept(values)
         stated = self.schema.read(own, source, _model_name(values))
         self.__dict__.clear()
         kept = {name: value for name, value in values.items() if name not in own}
@@ -155,6 +173,12 @@ class Config(PretrainedConfig):
         ).items():
             setattr(self, name, value)
         self._stated = values
+
+    def _told_by_tokenizer(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The id of the mask, where the folder's tokenizer names it."""
+        mask, folder = self.schema.family.mask_token, values.get("name_or_path")
+        token = token_id(folder, mask) if mask is not None and folder else None
+        return {} if token is None else {"mask_token_id": token}
 
     def _without_kept(self, values: Mapping[str, Any]) -> dict[str, Any]:
         fields = self.schema.model_fields
@@ -192,18 +216,25 @@ globals().update(
 )  # where pickle looks them up
 
 
-class LlamaOrStableDiffcoderConfig(LlamaConfig):
-    """What transformers makes of a config.json with Llama's ``model_type``: Llama's
-    own, unless the architecture is one of ours."""
+def _shared_class(others: type[PretrainedConfig]) -> type[PretrainedConfig]:
+    """What transformers makes of a config.json whose ``model_type`` is also another
+    model's: that model's own config, unless the checkpoint is one of ours.
+    """
 
-    def __new__(cls, **values: Any) -> LlamaConfig:
-        return LlamaConfig(**values)
+    class SharedConfig(others):
+        def __new__(cls, **values: Any) -> PretrainedConfig:
+            return others(**values)
 
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        return (config_class_of(config_dict) or LlamaConfig).from_dict(
-            config_dict, **kwargs
-        )
+        @classmethod
+        def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+            own = config_class_of(config_dict | kwargs) or others
+            return own.from_dict(config_dict, **kwargs)
+
+    return SharedConfig
+
+
+_SHARED_TYPES = {config.model_type: config for config in (LlamaConfig, Qwen2Config)}
+"""Configs of other models, by a ``model_type`` that some of our checkpoints have."""
 
 
 def registered_classes() -> dict[str, type[PretrainedConfig]]:
@@ -211,7 +242,11 @@ def registered_classes() -> dict[str, type[PretrainedConfig]]:
     type.
     """
     first = {config.model_type: config for config in reversed(CONFIG_CLASSES.values())}
-    return first | {"llama": LlamaOrStableDiffcoderConfig}
+    shared = {
+        model_type: _shared_class(others)
+        for model_type, others in _SHARED_TYPES.items()
+    }
+    return first | shared
 
 
 class DreamTokenizer(Qwen2Tokenizer):
@@ -232,7 +267,7 @@ def register_tokenizers() -> None:
 def config_class_of(values: Mapping[str, Any]) -> type[Config] | None:
     """The class for the content of a config.json: of those of its ``model_type`` the
     one that ``architectures`` lists, else the first; None for a model of another kind.
-    Llama's type is others' as well, so its class must be listed."""
+    A type that is others' as well must be listed, or the model's own name must tell."""
     candidates = [
         config
         for config in CONFIG_CLASSES.values()
@@ -240,24 +275,26 @@ def config_class_of(values: Mapping[str, Any]) -> type[Config] | None:
     ]
     architectures = values.get("architectures")
     listed = architectures if isinstance(architectures, list) else []
-    first = (
-        candidates[0] if candidates and candidates[0].model_type != "llama" else None
-    )
-    return next(
-        (
-            config
-            for config in candidates
-            if config.schema.family.architecture in listed
-        ),
-        first,
-    )
+    name = _model_name(values)
+    for config in candidates:
+        family = config.schema.family
+        disguise = family.disguise
+        if family.architecture in listed or (
+            disguise is not None
+            and disguise.architecture in listed
+            and has_word(name, disguise.word)
+        ):
+            return config
+    if not candidates or candidates[0].model_type in _SHARED_TYPES:
+        return None
+    return candidates[0]
 
 
 def parse_config(values: Mapping[str, Any], model: str) -> Config:
     """The config of ``model``'s checkpoint; raises ``ValueError`` naming the file, the
     key and what it may be.
     """
-    config_class = config_class_of(values)
+    config_class = config_class_of({**values, "name_or_path": model})
     if config_class is None:
         raise ValueError(
             unsupported_model(
@@ -275,6 +312,9 @@ def unsupported_model(model: str, model_type: object, architectures: object) -> 
         if isinstance(architectures, list)
         else ""
     )
+    for part, reason in NOT_SUPPORTED.items():
+        if part in str(model_type).lower():
+            return f"model {model!r}{listed} is not supported: {reason}"
     supported = ", ".join(
         f"{family.architecture} ({family.name})" for family in FAMILIES.values()
     )

@@ -41,13 +41,13 @@ from dllm_engine.model_executor.unmasking.selection import (
 )
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, required
 
-CHOSEN, NOT_FINITE, OBSERVED = 1, 2, 4
+CHOSEN, NOT_FINITE, OBSERVED, TAKEN_BACK = 1, 2, 4, 8
 
 Filled = torch.Tensor
 """Result of a step for some candidates, int64 ``[4, num_candidates]``, ascending by
 request and position: request number in the batch, canvas position, token, and a sum of
-``CHOSEN`` (filled, or its token replaced), ``OBSERVED`` (as the quota asks) and
-``NOT_FINITE`` (the logits were not finite)."""
+``CHOSEN`` (filled, or its token replaced), ``OBSERVED`` (as the quota asks),
+``TAKEN_BACK`` (a mask again) and ``NOT_FINITE`` (the logits were not finite)."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,8 @@ class StepOutcome:
     """Positions filled or replaced in each request, ascending."""
     tokens: list[list[int]]
     """Tokens at these positions."""
+    taken_back: dict[int, list[int]]
+    """Positions of each request that are masks again, ascending."""
     farthest: dict[int, int]
     """Rightmost position that was ``OBSERVED`` in a request, where any was."""
     not_finite: set[int]
@@ -73,7 +75,7 @@ def outcomes_of(
     parts = list(chain.from_iterable(filled))
     requests = range(num_requests)
     outcomes = [
-        StepOutcome([[] for _ in requests], [[] for _ in requests], {}, set())
+        StepOutcome([[] for _ in requests], [[] for _ in requests], {}, {}, set())
         for _ in filled
     ]
     if not parts:
@@ -89,6 +91,10 @@ def outcomes_of(
             outcome.positions[request].append(position)
             outcome.tokens[request].append(token)
         if (flags > CHOSEN).any():
+            for request, position in columns[:2, start:stop][
+                :, flags & TAKEN_BACK > 0
+            ].T.tolist():
+                outcome.taken_back.setdefault(request, []).append(position)
             # Positions of a request ascend.
             outcome.farthest.update(
                 columns[:2, start:stop][:, flags & OBSERVED > 0].T.tolist()
@@ -130,6 +136,8 @@ class Number(IntEnum):
     """1 for a step that is planned to begin without a mask. Another one that does has
     nothing to do.
     """
+    TAKES_BACK = 12
+    """1 where decided candidates that are not chosen become masks again."""
 
 
 _SWITCHED = (
@@ -138,6 +146,7 @@ _SWITCHED = (
     Number.ENOUGH,
     Number.DELAYS_EOS,
     Number.ALG_TEMP,
+    Number.TAKES_BACK,
 )
 """Numbers that are 0 where a request does not use them."""
 _BOUNDS = (Number.OBSERVED, Number.EDITED)
@@ -221,6 +230,10 @@ def fill_work(
         spec, quota = specs[i], plans[i].quota
         if spec.guidance is None:
             rule, rows[Number.VALUE][i] = _rule(quota, spec.unmasking.policy)
+            if quota.left is not None:
+                num_candidates = group.bounds[i + 1] - group.bounds[i]
+                rows[Number.VALUE][i] = num_candidates - quota.left
+                rows[Number.TAKES_BACK][i] = 1
             choice = spec.unmasking.policy.measures, rule
             rows[Number.CHOICE][i] = choices.setdefault(choice, len(choices))
         if quota.first_needed and canvases[i].known[quota.candidates.start] < 0:
@@ -308,11 +321,21 @@ def fill(
         written = masked | edited
     # A step that runs ahead predicts some that are decided by now.
     statistics.written = written & (flags & UNFINISHED == 0)
-    chosen = _choose(work, inputs, statistics, barred | ~masked)
+    decided = ~masked
+    takes_back = None
+    if Number.TAKES_BACK in work.uses:
+        takes_back = decided & (numbers[Number.TAKES_BACK][requests] > 0)
+        decided &= ~takes_back
+    chosen = _choose(work, inputs, statistics, barred | decided)
     if edited is not None:
         chosen |= edited
+    taken_back = torch.zeros_like(chosen)
+    if takes_back is not None:
+        taken_back = takes_back & ~chosen
+        chosen &= ~takes_back
+        store.take_back(places, taken_back)
     store.fill(places, statistics.token, chosen)
-    outcome = chosen.long() * CHOSEN
+    outcome = chosen.long() * CHOSEN + taken_back.long() * TAKEN_BACK
     if Number.OBSERVED in work.uses:
         bounds = numbers[Number.OBSERVED].float()[requests]
         is_observed = (statistics.probability >= bounds) & (flags == 0)

@@ -57,8 +57,11 @@ GUIDE_DECIDES = (
 )
 """Options that a guided request cannot have."""
 MODELS: dict[Attention, list[str]] = {
-    "full": ["tiny_dream", "tiny_dream", "tiny_llada", "tiny_llada_moe"],
-    "block_causal": ["tiny_sdar", "tiny_llada2"],
+    "full": [
+        *("tiny_dream", "tiny_dream", "tiny_llada", "tiny_llada_moe"),
+        *("tiny_a2d", "tiny_open_dcoder"),
+    ],
+    "block_causal": ["tiny_sdar", "tiny_llada2", "tiny_a2d_bd3lm"],
 }
 """Fixtures of checkpoints."""
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from dllm_engine.cache_methods.page_demand import PageDemand
-from dllm_engine.decoding.canvas_layout import Blocks
+from dllm_engine.decoding.canvas_layout import Blocks, CanvasLayout
 from dllm_engine.decoding.page_layout import PoolGeometry
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.page_pool import PagePool, prefix_keys
@@ -17,7 +17,8 @@ HASHES = [bytes([i]) * 32 for i in range(6)]
 
 
 def keys_of(num_tokens: int, block_length: int = 16, hashes=HASHES) -> list[bytes]:
-    return prefix_keys(hashes, 16, block_length, range(num_tokens // 16))
+    layout = CanvasLayout(num_tokens, 1, block_length, "block_causal")
+    return prefix_keys(hashes, 16, layout, range(num_tokens // 16))
 
 
 @pytest.fixture

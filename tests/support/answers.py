@@ -53,7 +53,9 @@ def answer_of(
     assert (
         figures.denoising_steps == figures.forward_passes == len(order) == len(computed)
     )
-    assert figures.tokens_unmasked == sum(map(len, order)) >= len(tokens) - num_given
+    num_taken_back = sum(map(len, figures.trace.get("remasked_per_step", [])))
+    num_unmasked = sum(map(len, order)) - num_taken_back
+    assert figures.tokens_unmasked == num_unmasked >= len(tokens) - num_given
     return Answer(tokens, order, computed, figures.trace, figures.tokens_computed)
 
 

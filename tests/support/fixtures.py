@@ -106,4 +106,7 @@ tiny_dream_reasoner = checkpoint("dream_reasoner")  # blocks of 8
 tiny_stable_diffcoder = checkpoint(
     "stable_diffcoder"
 )  # blocks of 4, of which the last ends with the response
+tiny_a2d = checkpoint("a2d")
+tiny_a2d_bd3lm = checkpoint("a2d_bd3lm")  # blocks of 8, counted from the response
+tiny_open_dcoder = checkpoint("open_dcoder")
 tiny_llada2 = checkpoint("llada2")  # blocks of 8, eight experts, a dense layer

@@ -23,6 +23,11 @@ KINDS = (
     "es_dllm slow_fast d2_cache multi_block block stable_diffcoder"
 ).split()
 """What the files' names begin with."""
+MORE = (
+    *("vanilla_a2d", "infill_a2d", "block_a2d"),
+    *("vanilla_open_dcoder", "infill_open_dcoder"),
+)
+"""Files of cases that no plain version decodes."""
 ODD = {"overwrites_known_tokens", "early_stop_finds_eos_in_prompt"}
 """What the authors' code does and does not say."""
 
@@ -70,6 +75,7 @@ def reference_rows(*kinds: str) -> list[ReferenceRow]:
         ReferenceRow(kind, case, row)
         for kind in kinds
         for file in sorted(REFERENCE.glob(f"{kind}*.json"))
+        if (file.stem in kinds) == (file.stem in MORE)
         for case in reference_cases(file.stem)
         if not ODD & {*case.get("quirks", ())}
         for row in range(len(case["prompt_ids"]))

@@ -132,6 +132,23 @@ CONFIGS["dream_reasoner"] = CONFIGS["sdar"] | {
     "model_type": "Dream",
 }
 CONFIGS["dream_reasoner"]["block_size"] = 8
+CONFIGS["a2d"] = CONFIGS["illada"] | {
+    "architectures": ["A2DQwen2LMHeadModel"],
+    "model_type": "a2d-qwen2",
+    "kind": "mdlm",
+    "mlp_bias": None,
+}
+CONFIGS["a2d_bd3lm"] = CONFIGS["sdar"] | {
+    "architectures": ["A2DQwen3LMHeadModel"],
+    "model_type": "a2d-qwen3",
+    "kind": "bd3lm",
+    "block_size": 8,
+}
+CONFIGS["open_dcoder"] = CONFIGS["illada"] | {
+    "architectures": ["OpenDcoderForCausalLM"],
+    "model_type": "qwen2",
+    "mlp_bias": None,
+}
 CONFIGS["sdar_moe"] = CONFIGS["sdar"] | {
     "architectures": ["SDARMoeForCausalLM"],
     "model_type": "sdar_moe",
@@ -148,6 +165,8 @@ CONFIGS["stable_diffcoder"] = CONFIGS["illada"] | {
     "block_size": 4,
     "tie_word_embeddings": False,
 }
+WITH_BIASES = ("DreamModel", "A2DQwen2LMHeadModel", "OpenDcoderForCausalLM")
+"""Architectures with biases of queries, keys and values."""
 ALL_KINDS_OF_EXPERTS: Config = {
     "moe_layer_freq": [0, 1],
     "shared_expert_intermediate_size": 32,
@@ -218,13 +237,14 @@ def _other_tensors(c: Config, draw: "_Draw") -> Tensors:
                 ("v_proj", kv_heads),
             ):
                 t[f"{p}self_attn.{name}.weight"] = draw.linear(rows * head_dim, d)
-                if c["architectures"] == ["DreamModel"]:
+                if c["architectures"][0] in WITH_BIASES:
                     t[f"{p}self_attn.{name}.bias"] = draw.bias(rows * head_dim)
             t[p + "self_attn.o_proj.weight"] = draw.linear(d, heads * head_dim)
         if c.get(
             "use_qk_norm",
             c.get(
-                "qk_layernorm", c["architectures"][0].startswith(("SDAR", "DreamFor"))
+                "qk_layernorm",
+                c["architectures"][0].startswith(("SDAR", "DreamFor", "A2DQwen3")),
             ),
         ):
             names = (

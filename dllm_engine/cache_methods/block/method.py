@@ -53,9 +53,7 @@ def shortened(plan: StepPlan, spec: DecodingSpec, max_rows: int) -> StepPlan | N
     """A part of what ``plan`` keeps, whole blocks of at most ``max_rows``; it fills
     nothing. None where no block fits."""
     start, kept = plan.span.start, plan.retained
-    stop = min(
-        (start + max_rows) // spec.layout.block_length * spec.layout.block_length, kept
-    )
+    stop = min(spec.layout.block_start(start + max_rows), kept)
     if stop <= start:
         return None
     part = Span(start, stop)

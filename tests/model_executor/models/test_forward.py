@@ -21,10 +21,11 @@ FORWARD_CASES = {case["name"]: case for case in reference_cases("forward")}
 
 @torch.inference_mode()
 def dense_logits(
-    llm, *sequences: list[int], block_length: int | None = None
+    llm, *sequences: list[int], block_length: int | None = None, lead: int = 0
 ) -> list[torch.Tensor]:
     """Raw logits ``[length, vocabulary]`` of sequences that share one forward pass, on
-    the CPU. With ``block_length``, a row sees its own block and those before it."""
+    the CPU. With ``block_length``, a row sees its own block and those before it; the
+    first block lacks ``lead`` positions."""
     model, device = runner_of(llm).model, runner_of(llm).device
     sizes = [len(sequence) for sequence in sequences]
     ids = torch.tensor(
@@ -36,7 +37,7 @@ def dense_logits(
     limits = (
         None
         if block_length is None
-        else (positions // block_length + 1).int() * block_length
+        else ((positions + lead) // block_length + 1).int() * block_length - lead
     )
     shard = model.compute_logits(
         model(ids, positions, DensePass(RowBounds(sizes, ids.device, limits)))[0]
@@ -59,7 +60,9 @@ def test_logits_are_those_of_the_authors_code(engines, reference_checkpoints, na
     case = FORWARD_CASES[name]
     llm = engines(reference_checkpoints / case["model"], max_model_len=512)
     (ids,) = case["input_ids"]
-    (logits,) = dense_logits(llm, ids, block_length=case.get("block_length"))
+    length = case.get("block_length")
+    lead = length - case["first_block_length"] if "first_block_length" in case else 0
+    (logits,) = dense_logits(llm, ids, block_length=length, lead=lead)
     assert_close(logits[case["full_logits_rows"]], torch.tensor(case["full_logits"]))
     top = logits.topk(8)
     assert_close(top.values, torch.tensor(case["top8_logits"]))
@@ -100,6 +103,8 @@ LAYOUTS = {
     },
     "llada2 experts by block": {"expert_capacity": 3, "block_size": 8},
     "dream tied": {"tie_word_embeddings": True},
+    "a2d": {},
+    "open_dcoder": {},
 }
 """Keys of configs; a name begins with that of the family."""
 

@@ -29,9 +29,12 @@ def refuse(folder, *fragments: str, **settings) -> None:
 
 def test_tied_checkpoint_may_carry_a_redundant_head(engines, tmp_path):
     def add_head(tensors):
-        tensors["model.transformer.ff_out.weight"] = torch.zeros(
-            tiny_checkpoints.VOCAB_SIZE, 64
-        )
+        embedding = tensors["model.transformer.wte.weight"]
+        tensors["model.transformer.ff_out.weight"] = embedding.clone()
+
+    def add_other_head(tensors):
+        add_head(tensors)
+        tensors["model.transformer.ff_out.weight"][3] += 1
 
     plain = tiny_checkpoints.write("llada", tmp_path / "plain", weight_tying=True)
     redundant = tiny_checkpoints.write(
@@ -41,6 +44,11 @@ def test_tied_checkpoint_may_carry_a_redundant_head(engines, tmp_path):
     assert tokens_of(engines(redundant), PROMPT, **settings) == tokens_of(
         engines(plain), PROMPT, **settings
     )
+    other = tiny_checkpoints.write(
+        "llada", tmp_path / "other", weight_tying=True, edit=add_other_head
+    )
+    with pytest.raises(ValueError, match=r"ff_out\.weight differs from .*wte\.weight"):
+        engines(other)
 
 
 EXPERT, UNKNOWN = (

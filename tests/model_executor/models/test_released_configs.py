@@ -6,9 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import CONFIG_MAPPING, AutoConfig, LlamaConfig
+from transformers import CONFIG_MAPPING, AutoConfig, LlamaConfig, Qwen2Config
 
-from dllm_engine.checkpoints import is_named_shape, load_config, named_shape
+from dllm_engine.checkpoints import (
+    check_start,
+    is_named_shape,
+    load_config,
+    named_shape,
+)
 from dllm_engine.model_executor.models.configs import CONFIG_CLASSES, parse_config
 from dllm_engine.plugin import register
 from dllm_engine.request_options.defaults import checkpoint_defaults
@@ -74,6 +79,98 @@ def test_models_that_decode_otherwise_are_known_by_their_names(name):
     with pytest.raises(ValueError, match="DreamOn expands and deletes masks"):
         parse_config(CONFIGS["dream"], name)
     parse_config(CONFIGS["dream"], name.replace("DreamOn", "Dream"))
+
+
+A2D = {
+    "architectures": ["A2DQwen3LMHeadModel"],
+    "model_type": "a2d-qwen3",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {"AutoConfig": "modeling_qwen3.A2DQwen3Config"},
+    "bos_token_id": 151643,
+    "dtype": "bfloat16",
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "initializer_range": 0.02,
+    "intermediate_size": 3072,
+    "layer_types": ["full_attention"] * 28,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "transformers_version": "4.57.0",
+    "use_cache": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+"""As dllm-hub has it: it says neither the kind nor the mask."""
+
+
+def test_what_a_config_leaves_out_is_told_by_the_name_or_the_tokenizer(tmp_path):
+    mdlm = parse_config(A2D, "dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1")
+    bd3lm = parse_config(A2D, "dllm-hub/Qwen3-0.6B-diffusion-bd3lm-v0.1")
+    assert mdlm.family.attention == "full"
+    assert bd3lm.family.attention_block == 32
+    assert bd3lm.family.block_origin == "response"
+    assert mdlm.mask_token_id == bd3lm.mask_token_id == 151669
+    tokenizer = {"added_tokens_decoder": {"151670": {"content": "<|mask|>"}}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    unnamed = parse_config(A2D, str(tmp_path))
+    assert unnamed.mask_token_id == 151670
+    with pytest.raises(ValueError, match=r"which kind of a2d-Qwen3 .* 'mdlm' or 'bd3"):
+        unnamed.check()
+    unnamed.update({"kind": "bd3lm", "block_size": 16})
+    unnamed.check()
+    assert unnamed.family.attention_block == 16
+
+
+def test_a_wrong_pair_of_type_and_architecture_names_the_right_one():
+    config = A2D | {"architectures": ["A2DQwen2LMHeadModel"]}
+    with pytest.raises(ValueError, match="goes with the architecture 'A2DQwen3LM"):
+        parse_config(config, "Qwen3-0.6B-diffusion-mdlm-v0.1")
+
+
+@pytest.mark.parametrize("model_type", ["wedlm", "modernbert"])
+def test_what_is_not_served_is_refused_with_the_reason(model_type):
+    with pytest.raises(ValueError, match=r"is not supported: (WeDLM|ModernBERT) "):
+        parse_config({"model_type": model_type}, "folder")
+
+
+QWEN2 = {
+    key: value
+    for key, value in A2D.items()
+    if key not in ("head_dim", "attention_bias", "auto_map")
+}
+QWEN2 |= {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+
+
+def test_a_qwen2_is_ours_only_by_its_name_or_as_it_is_told(tmp_path):
+    register()
+    ours = CONFIG_CLASSES["OpenDcoderForCausalLM"]
+    for name, expected in {
+        "open-dcoder-0.5B": ours,
+        "Qwen2.5-Coder-0.5B": Qwen2Config,
+        "open-dcoders": Qwen2Config,
+    }.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(QWEN2))
+        assert type(AutoConfig.from_pretrained(str(folder))) is expected
+    folder = tmp_path / "open-dcoders"
+    with pytest.raises(ValueError, match="is not a supported diffusion"):
+        check_start(str(folder), {})
+    told = {"architectures": ["OpenDcoderForCausalLM"]}
+    check_start(str(folder), {"hf_overrides": told})
+    read = parse_config(QWEN2, "fredzzp/open-dcoder-0.5B")
+    assert (type(read), read.mask_token_id) == (ours, 151665)
 
 
 @pytest.mark.parametrize(
