@@ -12,8 +12,9 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from dllm_engine.constraints.constraint import constraint_of
 from dllm_engine.constraints.decision import unpacked_decision
 from dllm_engine.decoding.spec import DecodingSpec
+from dllm_engine.infill.template import check_length
 from dllm_engine.options import EngineOptions, shortened
-from dllm_engine.params import check_place
+from dllm_engine.params import DiffusionParams, check_place
 from dllm_engine.request_options.ends import end_token_ids
 from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.request_options.fields import RequestOptions
@@ -49,7 +50,27 @@ _INSTEAD = {
 _KINDS = get_type_hints(SamplingParams)
 
 
-def check_types(params: SamplingParams) -> None:
+def admitted(
+    params: SamplingParams,
+    prompt_token_ids: list[int],
+    tokenizer: Any,
+    vllm_config: Any,
+) -> SamplingParams:
+    """A request's parameters as the engine takes them; raises ``InvalidRequestError``
+    naming the setting, its value and what to do, if it cannot be served.
+    """
+    _check_types(params)
+    if isinstance(params, DiffusionParams):
+        params = params.to_sampling_params()
+    template = (params.extra_args or {}).get("response_template")
+    max_model_len = vllm_config.model_config.max_model_len
+    check_length("response_template", template, max_model_len)
+    params = settled_params(params, prompt_token_ids, tokenizer, vllm_config)
+    _check_request(params, prompt_token_ids, vllm_config)
+    return params
+
+
+def _check_types(params: SamplingParams) -> None:
     """Refuse a field of another type than vLLM declares, or a number that cannot be
     sent; in Python vLLM does not.
     """
@@ -75,12 +96,9 @@ def check_types(params: SamplingParams) -> None:
             raise InvalidRequestError(f"{name}={value} must be a finite number")
 
 
-def check_request(
+def _check_request(
     params: SamplingParams, prompt_token_ids: list[int], vllm_config: Any
 ) -> None:
-    """Raise ``InvalidRequestError`` naming the setting, its value and what to do, if a
-    request cannot be served.
-    """
     model_config, engine = (
         vllm_config.model_config,
         EngineOptions.from_vllm_config(vllm_config),

@@ -37,6 +37,8 @@ from dllm_engine.vllm_hooks import patch, table
 
 patch.apply(table.SAMPLING)
 
+_DEFAULTS = EngineOptions()
+
 
 class LLM(vllm.LLM):
     """``vllm.LLM`` for diffusion language models; every argument of it still works.
@@ -51,26 +53,26 @@ class LLM(vllm.LLM):
         self,
         model: str,
         *,
-        cache_method: str = "auto",
+        cache_method: str = _DEFAULTS.cache_method,
         cache_options: dict[str, Any] | Literal["paper"] | None = None,
-        page_size: int = 32,
-        dense_attention: Literal["auto", "flash", "sdpa"] = "auto",
-        refresh_ratio: float | None = 1.0,
-        steps_per_dispatch: int = 8,
-        guide_model: str | None = None,
-        guide_tokens_per_token: float = 2.0,
-        lora_path: str | None = None,
-        cuda_graphs: bool | None = None,
-        batch_invariant: bool = False,
-        max_automaton_states: int = 4096,
-        max_automaton_seconds: float = 30.0,
-        max_automaton_search: int = 1 << 24,
-        decision_way: Literal["auto", "marks", "labels"] = "auto",
-        decision_template: str | None = None,
-        decision_joint: bool = False,
-        decision_calibration: str | None = None,
+        page_size: int = _DEFAULTS.page_size,
+        dense_attention: Literal["auto", "flash", "sdpa"] = _DEFAULTS.dense_attention,
+        refresh_ratio: float | None = _DEFAULTS.refresh_ratio,
+        steps_per_dispatch: int = _DEFAULTS.steps_per_dispatch,
+        guide_model: str | None = _DEFAULTS.guide_model,
+        guide_tokens_per_token: float = _DEFAULTS.guide_tokens_per_token,
+        lora_path: str | None = _DEFAULTS.lora_path,
+        cuda_graphs: bool | None = _DEFAULTS.cuda_graphs,
+        batch_invariant: bool = _DEFAULTS.batch_invariant,
+        max_automaton_states: int = _DEFAULTS.max_automaton_states,
+        max_automaton_seconds: float = _DEFAULTS.max_automaton_seconds,
+        max_automaton_search: int = _DEFAULTS.max_automaton_search,
+        decision_way: Literal["auto", "marks", "labels"] = _DEFAULTS.decision_way,
+        decision_template: str | None = _DEFAULTS.decision_template,
+        decision_joint: bool = _DEFAULTS.decision_joint,
+        decision_calibration: str | None = _DEFAULTS.decision_calibration,
         request_defaults: dict[str, Any] | None = None,
-        trace: bool = False,
+        trace: bool = _DEFAULTS.trace,
         **kwargs: Any,
     ) -> None:
         options = {

@@ -11,10 +11,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from dllm_engine.admission import check_request, check_types, settled_params
+from dllm_engine.admission import admitted
 from dllm_engine.decoding.unmasking_policies import MOST_TOKENS
-from dllm_engine.infill.template import check_length
-from dllm_engine.params import DiffusionParams
 from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.request_options.sampling_params import (
     SOURCE,
@@ -60,7 +58,6 @@ def process_checked_inputs(
             "lora_request: an adapter serves all requests of an engine; leave it out, "
             "and start an engine with the adapter's folder as lora_path"
         )
-    check_types(params)
     prompt = _rendered(self, prompt, kwargs.get("tokenization_kwargs"))
     if prompt["type"] != "token":
         raise InvalidRequestError(
@@ -69,12 +66,7 @@ def process_checked_inputs(
         )
     is_constrained = params.structured_outputs is not None
     prompt_token_ids = prompt.get("prompt_token_ids") or []
-    if isinstance(params, DiffusionParams):
-        params = params.to_sampling_params()
-    given = (params.extra_args or {}).get("response_template")
-    check_length("response_template", given, self.model_config.max_model_len)
-    params = settled_params(params, prompt_token_ids, self.tokenizer, self.vllm_config)
-    check_request(params, prompt_token_ids, self.vllm_config)
+    params = admitted(params, prompt_token_ids, self.tokenizer, self.vllm_config)
     # vLLM refuses budgets of reasoning that it cannot bound itself.
     budget, params.thinking_token_budget = params.thinking_token_budget, None
     if (asked := open_request.get()) is not None:

@@ -7,7 +7,7 @@ To write the tables anew: ``python -m tests.docs.test_reference``
 import inspect
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from pydantic import BaseModel
@@ -68,6 +68,18 @@ def test_engine_options_can_be_given_as_the_page_says():
         "retention_ratio",
     }  # the last is a cache option
     assert {*options, *DEFAULTABLE_OPTIONS} - set(flags) == without
+
+
+def test_llm_has_the_defaults_and_types_of_engine_options():
+    types = get_type_hints(LLM.__init__)
+    for name, parameter in inspect.signature(LLM.__init__).parameters.items():
+        if (field := EngineOptions.model_fields.get(name)) is None:
+            continue
+        # None stands for an empty dictionary.
+        default = None if field.default == {} else field.default
+        assert parameter.default == default, name
+        type_here = field.annotation | None if field.default == {} else field.annotation
+        assert types[name] == type_here, name
 
 
 def test_methods_names_what_there_is():

@@ -230,11 +230,11 @@ def test_a_question_about_the_mask_token_is_told_how_to_spell_it(
 
 
 def test_each_is_checked_once_and_leaves_nothing(demo, ask, monkeypatch):
-    checked, check_request = [], input_processor.check_request
+    checked, admitted = [], input_processor.admitted
     monkeypatch.setattr(
         input_processor,
-        "check_request",
-        lambda *given: checked.append(given) or check_request(*given),
+        "admitted",
+        lambda *given: checked.append(given) or admitted(*given),
     )
     assert ask().status_code == 200
     assert len(checked) == 1
