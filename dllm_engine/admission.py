@@ -13,7 +13,7 @@ from dllm_engine.constraints.constraint import constraint_of
 from dllm_engine.constraints.decision import unpacked_decision
 from dllm_engine.decoding.spec import DecodingSpec
 from dllm_engine.infill.template import check_length
-from dllm_engine.options import EngineOptions, shortened
+from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams, check_place
 from dllm_engine.request_options.ends import end_token_ids
 from dllm_engine.request_options.errors import InvalidRequestError
@@ -28,6 +28,7 @@ from dllm_engine.request_options.sampling_params import (
     request_options,
 )
 from dllm_engine.structured_output.requests import constrained
+from dllm_engine.text import shortened
 
 # SamplingParams fields that have no meaning here (yet), with the value that means "not
 # used".

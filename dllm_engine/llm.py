@@ -28,11 +28,11 @@ from dllm_engine.decisions.requests import (
 from dllm_engine.demo import model_path
 from dllm_engine.evaluation.likelihood import Canvas, batches_of
 from dllm_engine.infill.template import Piece, filled_in, response_template, sized
-from dllm_engine.options import OPTIONS_KEY, EngineOptions, explain, with_meanings
+from dllm_engine.options import OPTIONS_KEY, EngineOptions
 from dllm_engine.params import DiffusionParams
 from dllm_engine.plugin import register_or_raise
 from dllm_engine.quiet import progress_line, quiet_arguments
-from dllm_engine.text import did_you_mean
+from dllm_engine.text import did_you_mean, explain, with_meanings
 from dllm_engine.vllm_hooks import patch, table
 
 patch.apply(table.SAMPLING)

@@ -2,9 +2,6 @@
 ``--additional-config`` accept.
 """
 
-import math
-import textwrap
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
@@ -17,59 +14,12 @@ from dllm_engine.decoding.page_layout import GuideShape, PoolGeometry, head_dim_
 from dllm_engine.decoding.spec import CacheOptions
 from dllm_engine.demo import DEMO_GUIDE_DIR, DEMO_MODEL
 from dllm_engine.families import ModelFamily
-from dllm_engine.text import choices, did_you_mean
+from dllm_engine.text import choices, explain
 
 OPTIONS_KEY = "dllm"
 """Key of our options in ``additional_config``, and of defaults of requests in a
 checkpoint's config.json.
 """
-
-_MOST_SHOWN = 10
-"""Errors in a message: a list may have one for each entry."""
-
-
-def explain(error: ValidationError, what: str, known: Iterable[str] = ()) -> str:
-    """Errors of all fields as one text. ``what``: a word for a field, such as ``engine
-    option``; may be empty. ``known``: names to tell for an unknown one."""
-    known, lines = list(known), []
-    for detail in error.errors()[:_MOST_SHOWN]:
-        name, value = (
-            cut(".".join(str(part) for part in detail["loc"])),
-            shortened(detail["input"]),
-        )
-        message = detail["msg"].removeprefix("Value error, ")
-        if detail["type"] == "extra_forbidden":
-            lines.append(
-                f"unknown {what} {name!r}={value}{did_you_mean(name, known)} ({what}s: "
-                f"{', '.join(known)})"
-            )
-        elif not name and detail["type"] == "value_error":  # of several fields together
-            lines.append(message)
-        elif not what and detail["type"] in ("literal_error", "none_required"):
-            lines.append(
-                f"{name}={value} is not supported, only "
-                f"{message.removeprefix('Input should be ')}"
-            )
-        else:
-            lines.append(f"{what} {name or what}={value}: {message}".lstrip())
-    if (count := error.error_count()) > _MOST_SHOWN:
-        lines.append(f"and {count - _MOST_SHOWN} more errors")
-    return "; ".join(lines)
-
-
-def with_meanings(
-    text: str | None, heading: str, options: type[BaseModel], names: Iterable[str]
-) -> str:
-    """A class's docstring, and behind it what some of its ``options`` mean."""
-    lines = [
-        textwrap.fill(
-            f"{name}: {options.model_fields[name].description}",
-            108,
-            subsequent_indent="    ",
-        )
-        for name in names
-    ]
-    return f"{text}\n    {heading}:\n" + textwrap.indent("\n".join(lines), " " * 8)
 
 
 def checkpoint_section(hf_config: object) -> dict[str, Any]:
@@ -83,28 +33,6 @@ def checkpoint_section(hf_config: object) -> dict[str, Any]:
             f"options"
         )
     return section or {}
-
-
-def cut(text: str) -> str:
-    """The start of a text that may be long, such as a key of a damaged file."""
-    return text if len(text) <= 200 else f"{text[:200]}…"
-
-
-def shortened(value: object) -> str:
-    """A value as an error shows it."""
-    return cut(repr(value))
-
-
-def is_finite_number(value: object) -> bool:
-    """Return True for a number that a float can hold; JSON also has NaN, infinity and
-    integers of any length.
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False
 
 
 GUIDE_SETTINGS = ("guide_model", "guide_tokens_per_token")

@@ -9,11 +9,12 @@ import msgspec
 from vllm.sampling_params import SamplingParams
 
 from dllm_engine.families import LLADA
-from dllm_engine.options import EngineOptions, with_meanings
+from dllm_engine.options import EngineOptions
 from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.request_options.fields import RequestOptions, check_exclusions
 from dllm_engine.request_options.sampling_params import parse_request_options
 from dllm_engine.request_options.unmasking import policy_and_rule
+from dllm_engine.text import with_meanings
 
 _OWN_OPTIONS: dict[str, Any] = dict.fromkeys(RequestOptions.model_fields) | {
     "top_p": 1.0,

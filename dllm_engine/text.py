@@ -2,14 +2,18 @@
 
 import difflib
 import json
+import math
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pydantic import ByteSize, ValidationError
+from pydantic import BaseModel, ByteSize, ValidationError
 
 # Whoever raised them did not write for users, so their text alone may say little
 # ("'role'").
 _UNEXPECTED = (AssertionError, AttributeError, LookupError, NameError, TypeError)
+_MOST_SHOWN = 10
+"""Errors in a message: a list may have one for each entry."""
 
 
 def one_line(error: Exception) -> str:
@@ -98,3 +102,69 @@ def assignments(options: dict[str, Any]) -> str:
 def method_text(method: str, options: dict[str, Any]) -> str:
     """A cache method and its options, as ``--methods`` takes them."""
     return ":".join(filter(None, (method, assignments(options))))
+
+
+def explain(error: ValidationError, what: str, known: Iterable[str] = ()) -> str:
+    """Errors of all fields as one text. ``what``: a word for a field, such as ``engine
+    option``; may be empty. ``known``: names to tell for an unknown one."""
+    known, lines = list(known), []
+    for detail in error.errors()[:_MOST_SHOWN]:
+        name, value = (
+            cut(".".join(str(part) for part in detail["loc"])),
+            shortened(detail["input"]),
+        )
+        message = detail["msg"].removeprefix("Value error, ")
+        if detail["type"] == "extra_forbidden":
+            lines.append(
+                f"unknown {what} {name!r}={value}{did_you_mean(name, known)} ({what}s: "
+                f"{', '.join(known)})"
+            )
+        elif not name and detail["type"] == "value_error":  # of several fields together
+            lines.append(message)
+        elif not what and detail["type"] in ("literal_error", "none_required"):
+            lines.append(
+                f"{name}={value} is not supported, only "
+                f"{message.removeprefix('Input should be ')}"
+            )
+        else:
+            lines.append(f"{what} {name or what}={value}: {message}".lstrip())
+    if (count := error.error_count()) > _MOST_SHOWN:
+        lines.append(f"and {count - _MOST_SHOWN} more errors")
+    return "; ".join(lines)
+
+
+def with_meanings(
+    text: str | None, heading: str, options: type[BaseModel], names: Iterable[str]
+) -> str:
+    """A class's docstring, and behind it what some of its ``options`` mean."""
+    lines = [
+        textwrap.fill(
+            f"{name}: {options.model_fields[name].description}",
+            108,
+            subsequent_indent="    ",
+        )
+        for name in names
+    ]
+    return f"{text}\n    {heading}:\n" + textwrap.indent("\n".join(lines), " " * 8)
+
+
+def cut(text: str) -> str:
+    """The start of a text that may be long, such as a key of a damaged file."""
+    return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+def shortened(value: object) -> str:
+    """A value as an error shows it."""
+    return cut(repr(value))
+
+
+def is_finite_number(value: object) -> bool:
+    """Return True for a number that a float can hold; JSON also has NaN, infinity and
+    integers of any length.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False

@@ -21,8 +21,8 @@ from dllm_engine.cli.engine import (
 )
 from dllm_engine.memory import Deployment, RequestDemand, Sizing, plan
 from dllm_engine.model_name import own_name
-from dllm_engine.options import GUIDE_SETTINGS, explain
-from dllm_engine.text import format_table, readable_size
+from dllm_engine.options import GUIDE_SETTINGS
+from dllm_engine.text import explain, format_table, readable_size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

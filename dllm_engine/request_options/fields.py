@@ -4,7 +4,7 @@ from typing import Any
 
 from dllm_engine.decoding.unmasking_policies import PARALLEL_RULES
 from dllm_engine.families import ModelFamily
-from dllm_engine.options import EngineOptions, shortened
+from dllm_engine.options import EngineOptions
 from dllm_engine.request_options.cache import CacheChanges
 from dllm_engine.request_options.context import refused
 from dllm_engine.request_options.decision import DecisionOptions
@@ -15,6 +15,7 @@ from dllm_engine.request_options.reports import ReportOptions
 from dllm_engine.request_options.sampling import SamplingOptions
 from dllm_engine.request_options.schedule import ScheduleOptions
 from dllm_engine.request_options.unmasking import PARALLEL_OPTIONS, UnmaskingOptions
+from dllm_engine.text import shortened
 
 
 class RequestOptions(

@@ -6,9 +6,10 @@ from pydantic import Field
 
 from dllm_engine.decoding.spec import Guidance
 from dllm_engine.decoding.unmasking_policies import MOST_TOKENS
-from dllm_engine.options import EngineOptions, shortened
+from dllm_engine.options import EngineOptions
 from dllm_engine.request_options.context import RequestContext, refused
 from dllm_engine.request_options.facts import Facts, OptionGroup
+from dllm_engine.text import shortened
 
 # Who says how the guide decides wants it.
 _HOW = Facts(default_by="engine", replaces=("guided",))

@@ -5,9 +5,9 @@ from typing import Any
 from pydantic import ValidationError
 from vllm.sampling_params import SamplingParams
 
-from dllm_engine.options import explain
 from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.request_options.fields import RequestOptions
+from dllm_engine.text import explain
 
 DEFAULT_GEN_LENGTH = 256
 """Response tokens of a request that names no length, unless the checkpoint says

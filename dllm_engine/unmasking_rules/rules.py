@@ -5,8 +5,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, ValidationError
 
 from dllm_engine.decoding.unmasking_policies import SlowFast, UnmaskingRule
-from dllm_engine.options import explain
-from dllm_engine.text import parsed_json
+from dllm_engine.text import explain, parsed_json
 
 _SELECTION = "dllm_engine.unmasking_rules.selection:"
 _Share = Annotated[float, Field(ge=0, le=1)]

@@ -34,7 +34,7 @@ from dllm_engine.model_executor.models.configs import (
     unsupported_model,
 )
 from dllm_engine.model_name import own_name
-from dllm_engine.options import OPTIONS_KEY, EngineOptions, shortened
+from dllm_engine.options import OPTIONS_KEY, EngineOptions
 from dllm_engine.quiet import keep_our_warnings
 from dllm_engine.request_options.defaults import (
     check_request_defaults,
@@ -46,7 +46,7 @@ from dllm_engine.request_options.fields import (
     with_defaults,
 )
 from dllm_engine.request_options.sampling_params import DEFAULT_GEN_LENGTH
-from dllm_engine.text import assignments, did_you_mean
+from dllm_engine.text import assignments, did_you_mean, shortened
 from dllm_engine.vllm_hooks import input_processor, patch, table
 from dllm_engine.vllm_hooks.patch import Original
 from dllm_engine.vllm_hooks.refused_settings import SCHEDULER_CLASS, refuse_unsupported

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from dllm_engine.options import is_finite_number, shortened
+from dllm_engine.text import is_finite_number, shortened
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _LARGEST_POINTER = 1024

@@ -24,7 +24,7 @@ from dllm_engine.model_executor.loading.files import (
     check_safetensors,
     read_object,
 )
-from dllm_engine.options import shortened
+from dllm_engine.text import shortened
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])\.weight")

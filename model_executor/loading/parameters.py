@@ -9,7 +9,7 @@ from vllm.model_executor.layers.fused_moe import fused_moe_make_expert_params_ma
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from dllm_engine.families import ExpertShape, NamedModules, Shard, TensorNames
-from dllm_engine.options import shortened
+from dllm_engine.text import shortened
 
 
 class FillableModel(Protocol):

@@ -28,7 +28,7 @@ from dllm_engine.families import (
     ModelFamily,
 )
 from dllm_engine.model_name import has_word
-from dllm_engine.options import cut, explain, is_finite_number, shortened
+from dllm_engine.text import cut, explain, is_finite_number, shortened
 
 # No model comes near this bound; it keeps a damaged file from asking for all memory.
 Size = Annotated[int, Field(ge=1, le=1 << 24)]

@@ -25,7 +25,8 @@ from dllm_engine.families import (
 from dllm_engine.model_executor.loading.files import token_id
 from dllm_engine.model_executor.models.config_keys import SCHEMAS, CheckpointKeys
 from dllm_engine.model_name import has_word, own_name
-from dllm_engine.options import OPTIONS_KEY, cut, shortened
+from dllm_engine.options import OPTIONS_KEY
+from dllm_engine.text import cut, shortened
 
 _KEPT_KEYS = {
     *PretrainedConfig().to_dict(),
