@@ -101,23 +101,20 @@ RELEASED_CONFIGS = {
 }
 """Sizes of released checkpoints, for planning before anything is downloaded."""
 _SCALED = (
-    *(
-        "d_model",
-        "n_heads",
-        "n_kv_heads",
-        "n_layers",
-        "mlp_hidden_size",
-        "vocab_size",
-        "embedding_size",
-    ),
-    *(
-        "hidden_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "num_hidden_layers",
-        "intermediate_size",
-    ),
-    *("expert_intermediate_size", "moe_intermediate_size"),
+    "d_model",
+    "n_heads",
+    "n_kv_heads",
+    "n_layers",
+    "mlp_hidden_size",
+    "vocab_size",
+    "embedding_size",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_hidden_layers",
+    "intermediate_size",
+    "expert_intermediate_size",
+    "moe_intermediate_size",
 )
 
 

@@ -318,14 +318,15 @@ LLADA = ModelFamily(
         **_off("input_emb_norm", "scale_logits"),
     },
     without_effect=(
-        *(
-            "alibi_bias_max",
-            "attention_layer_norm_with_affine",
-            "flash_attention",
-            "precision",
-            "tie_word_embeddings",
-        ),
-        *("init_device", "init_fn", "init_std", "init_cutoff_factor"),
+        "alibi_bias_max",
+        "attention_layer_norm_with_affine",
+        "flash_attention",
+        "precision",
+        "tie_word_embeddings",
+        "init_device",
+        "init_fn",
+        "init_std",
+        "init_cutoff_factor",
     ),
 )
 LLADA_MOE = ModelFamily(
@@ -391,12 +392,12 @@ SDAR = ModelFamily(
     model_type="sdar",
     architecture="SDARForCausalLM",
     checkpoints=(
-        *("JetLM/SDAR-1.7B-Chat", "JetLM/SDAR-4B-Chat", "JetLM/SDAR-8B-Chat"),
-        *(
-            "Gen-Verse/TraDo-4B-Instruct",
-            "Gen-Verse/TraDo-8B-Instruct",
-            "Gen-Verse/TraDo-8B-Thinking",
-        ),
+        "JetLM/SDAR-1.7B-Chat",
+        "JetLM/SDAR-4B-Chat",
+        "JetLM/SDAR-8B-Chat",
+        "Gen-Verse/TraDo-4B-Instruct",
+        "Gen-Verse/TraDo-8B-Instruct",
+        "Gen-Verse/TraDo-8B-Thinking",
     ),
     default_block_length=4,
     attention="block_causal",

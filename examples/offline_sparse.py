@@ -63,7 +63,7 @@ def main() -> None:
         example
         for task in ("names", "facts")
         for example in make_examples(
-            task, 4, seed=1, min_pairs=12, max_pairs=16, filler=0.3, asked=2
+            task, 4, seed=1, pairs=(12, 16), filler=0.3, asked=2
         )
     ]
     conversations = [

@@ -26,6 +26,7 @@ CPU holds those of one KV head.
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -44,9 +45,9 @@ def mean_query_scores(q: Tensor, k: Tensor) -> Tensor:
     whole model.
     """
     mean = q.float().mean(dim=0)
-    return (
-        k.flatten(1).float() @ mean.unflatten(0, (k.shape[1], -1)).sum(dim=1).flatten()
-    )
+    # Query heads that share a KV head read the same keys.
+    shared = mean.unflatten(0, (k.shape[1], -1)).sum(dim=1)
+    return k.flatten(1).float() @ shared.flatten()
 
 
 def top_indices(scores: Tensor, count: int, *, in_order: bool = True) -> Tensor:
@@ -106,14 +107,22 @@ def voting_scores(q: Tensor, k: Tensor, lse: Tensor) -> Tensor:
     )
 
 
+class KeysInPages(NamedTuple):
+    """Keys that requests have in pages, in one layer: fields of ``PagedTokens``,
+    token-major.
+    """
+
+    k_pages: Tensor
+    page_tables: Tensor
+    head_len: Tensor
+
+
 @Operator
 def summed_probabilities(
     q: Tensor,
     lse: Tensor,
     cu_seqlens: Tensor,
-    k_pages: Tensor,
-    page_tables: Tensor,
-    head_len: Tensor,
+    keys: KeysInPages,
     num_rows: int,
     num_tokens: int,
 ) -> Tensor:
@@ -126,18 +135,17 @@ def summed_probabilities(
         q, lse: as of ``voting_scores``; ``lse`` contiguous.
         cu_seqlens: first row of each request and, last, where rows end; int32
             ``[num_requests + 1]``.
-        k_pages, page_tables, head_len: as of ``PagedTokens``, token-major.
         num_rows, num_tokens: upper bounds of a request's.
     """
+    k_pages, page_tables, head_len = keys
     num_requests, num_kv_heads = head_len.shape
     total = q.new_zeros(num_requests, num_rows, num_tokens, dtype=torch.float32)
     pages = k_pages.unflatten(1, (-1, num_kv_heads))
     for request, (start, stop) in enumerate(pairwise(cu_seqlens.tolist())):
         tokens = torch.arange(int(head_len[request, 0]))
-        keys = pages[
-            page_tables[request, tokens // pages.shape[1]], tokens % pages.shape[1]
-        ]
-        for probabilities in _probabilities(q[start:stop], keys, lse[start:stop]):
+        numbers, places = tokens // pages.shape[1], tokens % pages.shape[1]
+        own = pages[page_tables[request, numbers], places]
+        for probabilities in _probabilities(q[start:stop], own, lse[start:stop]):
             total[request, : stop - start, : len(tokens)] += probabilities.sum(dim=1)
     return total
 
@@ -146,7 +154,8 @@ def _probabilities(q: Tensor, k: Tensor, lse: Tensor) -> Iterator[Tensor]:
     """exp(s_{ij,h} − lse_{i,h}) of the heads that read each KV head, ``[num_rows,
     heads, num_keys]``.
     """
-    queries, scale = q.float().unflatten(1, (k.shape[1], -1)), q.shape[2] ** -0.5
+    queries = q.float().unflatten(1, (k.shape[1], -1))
+    scale = q.shape[2] ** -0.5
     denominators = lse.unflatten(1, (k.shape[1], -1))
     for head in range(k.shape[1]):
         scores = queries[:, head] @ k[:, head].float().T * scale

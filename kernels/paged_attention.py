@@ -184,10 +184,10 @@ def _paged_attention(
         )
         visible = numbers[:, None, None] < bounds_of_rows[:, None]
         # Query heads that share a KV head are further rows of it.
-        queries = (
-            q[first:last].unflatten(1, (k.shape[1], -1)).permute(1, 2, 0, 3).float()
-        )
-        scores = queries @ keys[:, None].float().transpose(2, 3) * q.shape[2] ** -0.5
+        by_kv_head = q[first:last].unflatten(1, (k.shape[1], -1))
+        queries = by_kv_head.permute(1, 2, 0, 3).float()
+        scale = q.shape[2] ** -0.5
+        scores = queries @ keys[:, None].float().transpose(2, 3) * scale
         scores.masked_fill_(~visible, -torch.inf)
         denominators = scores.logsumexp(dim=-1, keepdim=True)
         weights = (

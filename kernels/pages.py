@@ -8,6 +8,8 @@ in page σ // rows_per_page at place σ % rows_per_page; −1: in none. Rows tha
 names are never used in arithmetic: they may hold NaN.
 """
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from dllm_engine.kernels._operator import Operator
@@ -55,18 +57,26 @@ def feature_rows(memory: Tensor, width: int) -> Tensor:
     )
 
 
+class ComputedRows(NamedTuple):
+    """What a layer computed of some rows, ``[num_computed_rows, width]`` each."""
+
+    attended: Tensor
+    """Output of the attention branch."""
+    before_mlp: Tensor
+    """The sum that goes into the other branch."""
+    mlp_output: Tensor
+
+
 @Operator
 def add_or_renew_features(
     hidden: Tensor,
     rows: Tensor,
     slots: Tensor,
     places: Tensor,
-    attended: Tensor,
-    before_mlp: Tensor,
-    mlp_output: Tensor,
+    computed: ComputedRows,
 ) -> None:
-    """Bring hidden states to the end of a layer that has computed some rows: a row with
-    place p ≥ 0 becomes ``before_mlp[p] + mlp_output[p]``, and its features
+    """Bring hidden states to the end of a layer that has ``computed`` some rows: a row
+    with place p ≥ 0 becomes ``before_mlp[p] + mlp_output[p]``, and its features
     ``mlp_output[p] + attended[p]``; features are added to all others. Nothing is
     converted to float32.
 
@@ -74,15 +84,13 @@ def add_or_renew_features(
         hidden: ``[num_rows, width]``, contiguous.
         rows: as ``feature_rows`` gives them.
         slots: row slots of the features, int64 ``[num_rows]``.
-        places: where the last three have each row, int64 ``[num_rows]``; −1: it was not
+        places: where ``computed`` has each row, int64 ``[num_rows]``; −1: it was not
             computed.
-        attended, before_mlp, mlp_output: output of the attention branch, the sum that
-            goes into the other branch, and output of that; ``[num_computed_rows,
-            width]``.
     """
-    computed, has_slot = places >= 0, slots >= 0
-    added = (has_slot & ~computed).nonzero().flatten()
+    attended, before_mlp, mlp_output = computed
+    is_computed, has_slot = places >= 0, slots >= 0
+    added = (has_slot & ~is_computed).nonzero().flatten()
     hidden.index_add_(0, added, rows[page_places(slots[added], rows)])
-    hidden[computed] = (before_mlp + mlp_output)[places[computed]]
-    renewed = has_slot & computed
+    hidden[is_computed] = (before_mlp + mlp_output)[places[is_computed]]
+    renewed = has_slot & is_computed
     rows[page_places(slots[renewed], rows)] = (mlp_output + attended)[places[renewed]]

@@ -160,8 +160,8 @@ def filtered_logits(
         remove = torch.nn.functional.pad(before[:, :-1], (1, 0), value=False)
         logits = logits.masked_fill(remove.scatter(-1, order, remove), lowest)
     if top_k > 0:
-        kept = logits.topk(min(top_k, logits.shape[-1]), dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < kept, lowest)
+        largest = logits.topk(min(top_k, logits.shape[-1]), dim=-1).values
+        logits = logits.masked_fill(logits < largest[:, -1:], lowest)
     if logits is unfiltered:
         return logits
     others = unfiltered.clone()

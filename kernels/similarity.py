@@ -53,7 +53,8 @@ def replace_and_compare(fresh: Tensor, pages: Tensor, slots: Tensor) -> Tensor:
     a, b = (x.where(kept, 0).flatten(1).float() for x in (fresh, retained))
     # All three in the same order of additions, so that rows that have not changed get
     # equal sums.
-    return torch.stack([(x * y).sum(dim=1) for x, y in ((a, b), (a, a), (b, b))])
+    products = (a * b, a * a, b * b)
+    return torch.stack([product.sum(dim=1) for product in products])
 
 
 def cosine(sums: Tensor) -> Tensor:

@@ -193,7 +193,7 @@ def what_is_kept(
     num_tokens = pages.num_pages // num_layers * page_size
     page, pool = readable_size(page_bytes), readable_size(pages.num_pages * page_bytes)
     return (
-        f"{method}: {pages.num_pages:,} pages of {page_size} tokens of one layer "
-        f"({page} each, together {pool}) retain {num_tokens:,} tokens of each of the "
-        f"{num_layers} layers"
+        f"{method}: {pages.num_pages:,} pages of {page_size} tokens of one "
+        f"layer ({page} each, together {pool}) retain {num_tokens:,} tokens of "
+        f"each of the {num_layers} layers"
     )

@@ -21,7 +21,7 @@ from dllm_engine.cache_methods.adaptive import AdaptiveOptions, live_start
 from dllm_engine.decoding.canvas_layout import Span
 from dllm_engine.decoding.step_plan import RefreshState, Scope
 from dllm_engine.kernels.paged_attention import PagedTokens
-from dllm_engine.kernels.pages import add_or_renew_features
+from dllm_engine.kernels.pages import ComputedRows, add_or_renew_features
 from dllm_engine.kernels.sampling import NO_TOKEN, uniform
 from dllm_engine.kernels.similarity import choose_least_similar, replace_and_compare
 from dllm_engine.model_executor.batch_tables import FeatureTables, TokenTables
@@ -254,9 +254,7 @@ class AdaptivePass(LayerPass):
             self.features.rows,
             run.feature_slots[index],
             self.places,
-            attended,
-            x,
-            update,
+            ComputedRows(attended, x, update),
         )
 
     def _choose(
@@ -305,6 +303,6 @@ class AdaptivePass(LayerPass):
         """Attention of recomputed rows, ``rows`` of the batch or all, after their K/V
         have gone to pages.
         """
-        q, k, v = qkv
+        _, k, v = qkv
         self.pages.write(k, v, run.row_slots[layer], rows)
-        return attend_split(layer, self.tables, q, k, v, computed, attend_fresh=False)
+        return attend_split(layer, self.tables, qkv, computed, attend_fresh=False)

@@ -15,6 +15,7 @@ from dllm_engine.decoding.step_plan import (
     Retention,
     Scope,
     StepPlan,
+    StepWork,
     cut,
     step_plan,
 )
@@ -137,9 +138,8 @@ class CacheMethod:
 def plan_whole(spec: DecodingSpec, progress: Progress) -> StepPlan:
     """A step that computes all that the running blocks can see, and touches no page."""
     visible = spec.layout.visible(spec.layout.span_of(progress.running))
-    return step_plan(
-        spec, progress, RefreshState.FULL, Scope.ALL, visible, window_alone=False
-    )
+    work = StepWork(RefreshState.FULL, Scope.ALL, visible)
+    return step_plan(spec, progress, work, window_alone=False)
 
 
 def plan_behind_prefix(
@@ -162,16 +162,8 @@ def plan_behind_prefix(
         else RefreshState.FULL
     )
     scope = Scope.ACTIVE if start else Scope.ALL
-    return step_plan(
-        spec,
-        progress,
-        state,
-        scope,
-        Span(start, stop),
-        window_alone=window_alone,
-        read=start,
-        adds=adds,
-    )
+    work = StepWork(state, scope, Span(start, stop), read=start, adds=adds)
+    return step_plan(spec, progress, work, window_alone=window_alone)
 
 
 def plan_on_canvas(
@@ -187,10 +179,8 @@ def plan_on_canvas(
     computed it.
     """
     kept = spec.layout.visible(spec.layout.span_of(progress.running))
-    read = cut(progress, kept).stop
-    plan = step_plan(
-        spec, progress, state, scope, span, window_alone=window_alone, read=read
-    )
+    work = StepWork(state, scope, span, read=cut(progress, kept).stop)
+    plan = step_plan(spec, progress, work, window_alone=window_alone)
     plan.retained = kept.stop
     return plan
 

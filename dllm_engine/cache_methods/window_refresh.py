@@ -18,6 +18,7 @@ from dllm_engine.decoding.step_plan import (
     Retention,
     Scope,
     StepPlan,
+    StepWork,
     step_plan,
 )
 
@@ -48,36 +49,20 @@ def refresh_then_reuse(
     the window alone."""
     window = spec.layout.span_of(progress.running)
     if progress.step > update_step:
-        return step_plan(
-            spec,
-            progress,
-            RefreshState.REUSE,
-            Scope.ACTIVE,
-            window,
-            read=progress.retained,
-        )
+        read = progress.retained
+        work = StepWork(RefreshState.REUSE, Scope.ACTIVE, window, read=read)
+        return step_plan(spec, progress, work)
     old, new = retain(spec, window)
     if whole_is_due(spec, progress, update_step):
-        span, scope, read, adds, waits = (
-            spec.layout.visible(window),
-            Scope.ALL,
-            0,
-            [old, *new],
-            RefreshState.FULL,
-        )
+        work = StepWork(RefreshState.FULL, Scope.ALL, spec.layout.visible(window))
+        adds = [old, *new]
     else:
-        span, scope, read, adds, waits = (
-            refreshed(spec, window),
-            Scope.ACTIVE,
-            old.count,
-            new,
-            RefreshState.REUSE,
-        )
-    if progress.step < update_step:
-        return step_plan(spec, progress, waits, scope, span, read=read)
-    return step_plan(
-        spec, progress, RefreshState.UPDATE, scope, span, read=read, adds=adds
-    )
+        span = refreshed(spec, window)
+        work = StepWork(RefreshState.REUSE, Scope.ACTIVE, span, read=old.count)
+        adds = [*new]
+    if progress.step == update_step:
+        work = work._replace(state=RefreshState.UPDATE, adds=adds)
+    return step_plan(spec, progress, work)
 
 
 def whole_is_due(spec: DecodingSpec, progress: Progress, update_step: int) -> bool:

@@ -235,10 +235,12 @@ def vote(draw: Draw) -> Results:
             draw, rows, [[n] * draw.sizes.num_kv_heads for n in lengths]
         )
         lse = draw.normal(*q.shape[:2]).float() + 6.0
-        pages = tokens.k_pages, tokens.page_tables, tokens.head_len
+        keys = attention_scores.KeysInPages(
+            tokens.k_pages, tokens.page_tables, tokens.head_len
+        )
         results.append(
             attention_scores.summed_probabilities(
-                q, lse, bounds, *pages, max(rows) + 3, max(lengths) + 5
+                q, lse, bounds, keys, max(rows) + 3, max(lengths) + 5
             )
         )
     return results
@@ -248,9 +250,10 @@ def use_features(draw: Draw) -> Results:
     rows = pages.feature_rows(
         draw.normal(ROWS, 2, draw.sizes.hidden_size, 2), draw.sizes.hidden_size
     )
-    hidden, *computed = draw.normal(4, ROWS, draw.sizes.hidden_size)
+    hidden, *parts = draw.normal(4, ROWS, draw.sizes.hidden_size)
     places = draw.integers(-ROWS, ROWS, ROWS).clamp(min=-1)
-    pages.add_or_renew_features(hidden, rows, draw.slots(rows, ROWS), places, *computed)
+    slots, computed = draw.slots(rows, ROWS), pages.ComputedRows(*parts)
+    pages.add_or_renew_features(hidden, rows, slots, places, computed)
     return [rows, hidden]
 
 

@@ -56,16 +56,18 @@ from dllm_engine.request_options.guidance import GuideOptions
 from dllm_engine.text import method_text
 
 FREE = (
-    *(
-        "tasks",
-        "lm_eval",
-        "paper_task",
-        "paper_table",
-        "methods",
-        "unmasking_rules",
-        "output",
-    ),
-    *("argv", "command", "run", "traceback", "unknown"),
+    "tasks",
+    "lm_eval",
+    "paper_task",
+    "paper_table",
+    "methods",
+    "unmasking_rules",
+    "output",
+    "argv",
+    "command",
+    "run",
+    "traceback",
+    "unknown",
 )
 """Arguments that may differ between runs that fill the same table: they tell its rows
 apart, or change nothing.

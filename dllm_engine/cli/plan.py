@@ -128,7 +128,11 @@ def as_text(s: Sizing) -> str:
     lines = [
         f"{s.model} in {s.dtype}{weights} on {gpus} of {readable_size(s.gpu_memory)}: "
         f"{tokens}",
-        *("", format_table(memory), "", format_table([titles, *rows]), ""),
+        "",
+        format_table(memory),
+        "",
+        format_table([titles, *rows]),
+        "",
         *(f"Note: {note}." for note in s.notes),
         "* as asked for; the others with their papers' options. Pages are the most "
         "that a request holds; rows are",

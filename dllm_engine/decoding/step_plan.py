@@ -5,7 +5,7 @@ computes.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from dllm_engine.decoding.canvas_layout import Span
 from dllm_engine.decoding.progress import Progress
@@ -290,19 +290,28 @@ def cut(progress: Progress, span: Span) -> Span:
     )
 
 
+class StepWork(NamedTuple):
+    """Positions that a step computes, and what it reads and keeps."""
+
+    state: RefreshState
+    scope: Scope
+    span: Span
+    """Computed as a whole. It is ``cut`` unless the step adds to pages."""
+    read: int = 0
+    """Tokens that it reads from pages."""
+    adds: Sequence[Retention] = ()
+    """Tokens that it adds to them."""
+
+
 def step_plan(
     spec: DecodingSpec,
     progress: Progress,
-    state: RefreshState,
-    scope: Scope,
-    span: Span,
+    work: StepWork,
     *,
     window_alone: bool = True,
-    read: int = 0,
-    adds: Sequence[Retention] = (),
 ) -> StepPlan:
-    """Plan of a step that computes all rows of ``span``, which is ``cut`` unless the
-    step adds to pages. ``window_alone`` as in ``unmask_quota``."""
+    """Plan of a step that does this work. ``window_alone`` as in ``unmask_quota``."""
+    state, scope, span, read, adds = work
     span = span if adds else cut(progress, span)
     return StepPlan(
         state=state,

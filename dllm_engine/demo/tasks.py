@@ -78,13 +78,13 @@ def make_examples(
     count: int,
     seed: int,
     *,
-    min_pairs: int | None = None,
-    max_pairs: int | None = None,
+    pairs: tuple[int, int] | None = None,
     filler: float = 0.0,
     asked: int | None = None,
 ) -> list[Example]:
     """Draw ``count`` examples of one task with 2 … ``MAX_PAIRS`` pairs (recall tasks)
-    or words (list tasks), of which a recall prompt asks for 1 … ``MAX_ASKED``.
+    or words (list tasks), or the fewest and most that ``pairs`` names. A recall prompt
+    asks for 1 … ``MAX_ASKED`` of them.
     ``filler``: share of the prompt in sentences nobody asks about. The chat task is a
     fixed list, which these settings do not change."""
     if task not in TASKS:
@@ -92,15 +92,14 @@ def make_examples(
     rng = random.Random(f"{task} {seed}")
     if task == "chat":
         return [Example(*rng.choice(CHAT_LINES)) for _ in range(count)]
-    high = MAX_PAIRS[task] if max_pairs is None else max_pairs
-    low = min(2, high) if min_pairs is None else min_pairs
+    fewest, most = pairs or (2, MAX_PAIRS[task])
     if task in LIST_TASKS:
         return [
-            _list_example(task, rng, rng.randint(low, high), filler)
+            _list_example(task, rng, rng.randint(fewest, most), filler)
             for _ in range(count)
         ]
     return [
-        _recall_example(task, rng, rng.randint(low, high), asked, filler)
+        _recall_example(task, rng, rng.randint(fewest, most), asked, filler)
         for _ in range(count)
     ]
 

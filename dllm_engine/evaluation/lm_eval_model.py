@@ -4,6 +4,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -32,53 +33,64 @@ _TASK_OPTIONS = {"temperature", "top_p", "top_k", "seed"}
 """
 
 
+@dataclass(frozen=True)
+class HarnessSettings:
+    """How lm_eval's tasks become requests."""
+
+    mc_num: int = NUM_SAMPLES
+    mc_seed: int = 0
+    """These two: as ``num_samples`` and ``seed`` of ``log_likelihoods``."""
+    check_greedy: bool = True
+    """Report if a continuation is what the model itself would answer, which takes a
+    response of its length; without, lm_eval reads that it is not. Multiple choice does
+    not ask.
+    """
+    max_prompt_tokens: int | None = None
+    """Longer prompts lose their middle, as LongBench's do; None: they are refused if
+    too long.
+    """
+    add_bos_token: bool | None = None
+    """Begin every prompt with the tokenizer's BOS token, or with no special token;
+    None: as the tokenizer does. A prompt that has it, as from a chat template, gets no
+    second one.
+    """
+    escape_until: bool = False
+    """Do not end responses at a task's stop strings, as in Dream's evaluation."""
+
+
 @register_model("dllm")
 class DiffusionLM(TemplateLM):
     """A diffusion engine as lm_eval's model.
 
-    ``options``: what ``dllm_engine.LLM`` takes (``cache_method``, …), and decoding
-    options (``gen_length``, ``threshold``, …). These replace a task's own; diffusion
-    options in lm_eval's ``--gen_kwargs`` replace both.
-
     Args:
         pretrained: a model to start, or an engine.
-        mc_num, mc_seed: as ``num_samples`` and ``seed`` of ``log_likelihoods``.
-        check_greedy: report if a continuation is what the model itself would answer,
-            which takes a response of its length; without, lm_eval reads that it is not.
-            Multiple choice does not ask.
-        max_prompt_tokens: longer prompts lose their middle, as LongBench's do; None:
-            they are refused if too long.
-        add_bos_token: begin every prompt with the tokenizer's BOS token, or with no
-            special token; None: as the tokenizer does. A prompt that has it, as from a
-            chat template, gets no second one.
-        escape_until: do not end responses at a task's stop strings, as in Dream's
-            evaluation.
         answer: as ``complete_requests``, which is the default.
+        options: fields of ``HarnessSettings``, what ``dllm_engine.LLM`` takes
+            (``cache_method``, …), and decoding options (``gen_length``, ``threshold``,
+            …). These replace a task's own; diffusion options in lm_eval's
+            ``--gen_kwargs`` replace both.
     """
 
     def __init__(
         self,
         pretrained: str | LLM = "",
         *,
-        mc_num: int = NUM_SAMPLES,
-        mc_seed: int = 0,
-        check_greedy: bool = True,
-        max_prompt_tokens: int | None = None,
-        add_bos_token: bool | None = None,
-        escape_until: bool = False,
         answer: Callable[[Sequence[Request]], tuple[list[Any], Cost]] | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
+        names = [field.name for field in fields(HarnessSettings)]
+        own = {name: options.pop(name) for name in names if name in options}
+        self.settings = settings = HarnessSettings(**own)
         if pretrained == "":
             raise ValueError(
                 "model_args names no model; add pretrained=… (a folder, a name, or "
                 "demo)"
             )
-        if max_prompt_tokens is not None and max_prompt_tokens < 2:
+        longest = settings.max_prompt_tokens
+        if longest is not None and longest < 2:
             raise ValueError(
-                f"max_prompt_tokens={max_prompt_tokens} is out of range: it must be at "
-                f"least 2"
+                f"max_prompt_tokens={longest} is out of range: it must be at least 2"
             )
         for name in ("batch_size", "max_batch_size", "device"):
             options.pop(
@@ -97,12 +109,9 @@ class DiffusionLM(TemplateLM):
         self.llm = (
             LLM(pretrained, **options) if isinstance(pretrained, str) else pretrained
         )
-        self.mc_num, self.mc_seed, self.check_greedy = mc_num, mc_seed, check_greedy
-        self.max_prompt_tokens = max_prompt_tokens
-        self.add_bos_token, self.escape_until = add_bos_token, escape_until
         self.answer = answer or partial(complete_requests, self.llm, label="Requests")
         self.tokenizer = self.llm.get_tokenizer()
-        if add_bos_token and self.tokenizer.bos_token_id is None:
+        if settings.add_bos_token and self.tokenizer.bos_token_id is None:
             raise ValueError(
                 "add_bos_token=True needs a BOS token, which the tokenizer has not; "
                 "leave it out"
@@ -126,7 +135,7 @@ class DiffusionLM(TemplateLM):
     ) -> list[int]:
         bos = self.tokenizer.bos_token
         if add_special_tokens is None:
-            add_special_tokens = self.add_bos_token is not False
+            add_special_tokens = self.settings.add_bos_token is not False
             if bos and string.startswith(bos):
                 add_special_tokens = False  # a chat template has put it there
         tokens = self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
@@ -134,7 +143,7 @@ class DiffusionLM(TemplateLM):
         # not.
         if (
             add_special_tokens
-            and self.add_bos_token
+            and self.settings.add_bos_token
             and tokens[:1] != [self.tokenizer.bos_token_id]
         ):
             tokens.insert(0, self.tokenizer.bos_token_id)
@@ -184,7 +193,7 @@ class DiffusionLM(TemplateLM):
         } & task_options.keys()
         options = dict(normalize_gen_kwargs(task_options))
         until = options.pop("until")
-        stop = [] if self.escape_until else [text for text in until if text]
+        stop = [] if self.settings.escape_until else [text for text in until if text]
         options.pop("do_sample")
         gen_length = options.pop("max_gen_toks")
         given = {
@@ -211,7 +220,10 @@ class DiffusionLM(TemplateLM):
         """The prompt, shortened where ``max_prompt_tokens`` says so; raises
         ``ValueError`` if it does not fit.
         """
-        kept, limit = self.max_prompt_tokens, self.llm.model_config.max_model_len
+        kept, limit = (
+            self.settings.max_prompt_tokens,
+            self.llm.model_config.max_model_len,
+        )
         if kept is not None and len(prompt) > kept:
             prompt = prompt[: kept // 2] + prompt[kept // 2 - kept :]
         if len(prompt) + response_length > limit:
@@ -229,10 +241,12 @@ class DiffusionLM(TemplateLM):
             (self._fit(prompt, len(continuation)), continuation)
             for _, prompt, continuation in requests
         ]
-        bounds = log_likelihoods(self.llm, pairs, self.mc_num, self.mc_seed)
+        bounds = log_likelihoods(
+            self.llm, pairs, self.settings.mc_num, self.settings.mc_seed
+        )
         greedy = (
             self._greedy(pairs, use_tqdm=not disable_tqdm)
-            if self.check_greedy
+            if self.settings.check_greedy
             else [False] * len(pairs)
         )
         answers = list(zip(bounds, greedy, strict=True))

@@ -32,18 +32,18 @@ _EXTRA_DIGITS = 6
 _EXACT_DIGITS = 15
 """Decimals of as many digits stay apart, and in order, as Python's floats."""
 _ANNOTATIONS = {
-    *(
-        "title",
-        "description",
-        "default",
-        "examples",
-        "deprecated",
-        "readOnly",
-        "writeOnly",
-        "$schema",
-        "$comment",
-    ),
-    *("$defs", "definitions", "discriminator"),
+    "title",
+    "description",
+    "default",
+    "examples",
+    "deprecated",
+    "readOnly",
+    "writeOnly",
+    "$schema",
+    "$comment",
+    "$defs",
+    "definitions",
+    "discriminator",
 }
 _COMBINING = ("enum", "const", "anyOf", "oneOf", "allOf", "$ref")
 BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")

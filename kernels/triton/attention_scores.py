@@ -170,9 +170,8 @@ def voting_scores(q, k, lse):
     return scores
 
 
-def summed_probabilities(
-    q, lse, cu_seqlens, k_pages, page_tables, head_len, num_rows, num_tokens
-):
+def summed_probabilities(q, lse, cu_seqlens, keys, num_rows, num_tokens):
+    k_pages, page_tables, head_len = keys
     num_requests, num_kv_heads = head_len.shape
     sums = q.new_empty(num_requests, num_rows, num_tokens, dtype=torch.float32)
     if sums.numel():

@@ -113,7 +113,7 @@ def _add_or_renew_kernel(
         )
 
 
-def add_or_renew_features(hidden, rows, slots, places, *computed):
+def add_or_renew_features(hidden, rows, slots, places, computed):
     _, rows_per_page, width = rows.shape
     block = min(1024, triton.next_power_of_2(width))
     _add_or_renew_kernel[hidden.shape[0], triton.cdiv(width, block)](

@@ -86,7 +86,8 @@ class FieldChoices:
             + posterior.steps[self.begins]
         )
         sums = np.bincount(lattice.choices[self.begins], chances, minlength=len(values))
-        shares, choice = (sums / sums.sum()).tolist(), int(lattice.choices[own].max())
+        shares = (sums / sums.sum()).tolist()
+        choice = int(lattice.choices[own].max())
         ranked = sorted(zip(values, shares, strict=True), key=lambda each: -each[1])
         return _answer(values[choice], shares[choice], ranked)
 

@@ -321,7 +321,8 @@ class FieldChances:
         ``[num_arcs, num_positions]``.
         """
         arcs = self.own.arcs[state]
-        return self.arcs[state] * self.best[arcs.targets[:, None], arcs.positions + 1]
+        behind = self.best[arcs.targets[:, None], arcs.positions + 1]
+        return self.arcs[state] * behind
 
 
 def _largest(values: np.ndarray, count: int) -> np.ndarray:

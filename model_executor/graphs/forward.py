@@ -197,7 +197,8 @@ class ForwardGraph:
         self.tokens.tables[:, :num_requests, : tokens.tables.shape[2]] = tokens.tables
         self.tokens.set_lengths(tokens.token_lens)
         if self.row_slots is not None and slots is not None:
-            self.row_slots[:, :num_rows], self.row_slots[:, num_rows:] = slots, -1
+            self.row_slots[:, :num_rows] = slots
+            self.row_slots[:, num_rows:] = -1
 
 
 class LayoutGraph:

@@ -314,11 +314,11 @@ class Retokenizer:
             if index in wanted:
                 first = bisect_right(ends, shown.character(begin).start)
                 last = bisect_right(ends, shown.character(stop - 1).stop - 1)
-                place = shown.place(begin)
-                lead = (
-                    None if place is None else place - (ends[first - 1] if first else 0)
-                )
-                wanted[index] = Span(len(guided) + first, len(guided) + last + 1), lead
+                lead = shown.place(begin)
+                if lead is not None and first:
+                    lead -= ends[first - 1]
+                start = len(guided)
+                wanted[index] = Span(start + first, start + last + 1), lead
         guided += read
 
     def _tokens_of_text(self, text: str) -> list[int]:

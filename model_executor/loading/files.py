@@ -20,14 +20,14 @@ FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 _INDEX = "model.safetensors.index.json"
 _GENERATION = "generation_config.json"
 _OBJECTS = (
-    *("config.json", _GENERATION, _INDEX),
-    *(
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "vocab.json",
-    ),
+    "config.json",
+    _GENERATION,
+    _INDEX,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
 )
 """Files that hold one JSON object each."""
 _TEXTS = ("tokenizer.model", "merges.txt", "vocab.txt", "chat_template.jinja")

@@ -148,7 +148,8 @@ def _locate(
         return f"layers.{layer}.mlp.expert_bias", None
     part, shard = in_layer.get(inner, (inner, None))
     # vLLM's parameters for all experts are called w13_weight and the like.
-    return f"layers.{layer}.{part}{'' if part.endswith('_') else '.'}{kind}", shard
+    dot = "" if part.endswith("_") else "."
+    return f"layers.{layer}.{part}{dot}{kind}", shard
 
 
 def _shards_of(parameter_name: str, in_layer: NamedModules) -> Sequence[Shard]:

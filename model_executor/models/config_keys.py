@@ -42,21 +42,18 @@ Off = Literal[False] | None
 Count = Annotated[int, Field(ge=0, le=1 << 24)]
 
 _WITHOUT_EFFECT = (
-    *(
-        "auto_map",
-        "name_or_path",
-        "tokenizer_class",
-        "attn_implementation",
-        "fuse_cross_entropy",
-    ),
-    *(
-        "attention_dropout",
-        "embedding_dropout",
-        "output_dropout",
-        "residual_dropout",
-        "initializer_range",
-    ),
-    *("output_router_logits", "router_aux_loss_coef"),
+    "auto_map",
+    "name_or_path",
+    "tokenizer_class",
+    "attn_implementation",
+    "fuse_cross_entropy",
+    "attention_dropout",
+    "embedding_dropout",
+    "output_dropout",
+    "residual_dropout",
+    "initializer_range",
+    "output_router_logits",
+    "router_aux_loss_coef",
 )
 """Keys of any family that say nothing about what a model computes."""
 _BLOCK_SIZE_IN_NAME = re.compile(r"SDAR-.*-b(\d+)(?=$|[-_])")
@@ -64,21 +61,17 @@ _BLOCK_SIZE_IN_NAME = re.compile(r"SDAR-.*-b(\d+)(?=$|[-_])")
 ``JetLM/SDAR-8B-Chat-b32``.
 """
 _ROPE_KEYS = (
-    *(
-        "rope_type",
-        "rope_theta",
-        "partial_rotary_factor",
-        "factor",
-        "original_max_position_embeddings",
-    ),
-    *(
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-    ),
+    "rope_type",
+    "rope_theta",
+    "partial_rotary_factor",
+    "factor",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
 )
 """Keys of RoPE's tables that are implemented."""
 _ROPE_NUMBERS = {*_ROPE_KEYS} - {"rope_type", "truncate"}

@@ -195,37 +195,47 @@ class AttendedTables(Protocol):
     def paged_tokens(self, layer: int) -> PagedTokens: ...
 
 
-def attend_split(
+def attend_paged(
     layer: int,
     tables: AttendedTables,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    qkv: Sequence[torch.Tensor],
     rows: SplitRows,
     *,
     attend_fresh: bool,
-    alone: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of each request's rows over what it has in pages, and with
-    ``attend_fresh`` over its own rows. Requests that need no pages ``attend_alone``;
-    ``alone`` is what comes out for them, where that is known."""
-    n = rows.num_paged_rows
-    if alone is None and n < q.shape[0]:
-        alone = attend_alone(q[n:], k[n:], v[n:], rows.alone)
-    if alone is not None and not n:
-        return alone
-    bounds, limits, longest = (
+    """Attention of the rows of requests that need pages over what they have there, and
+    with ``attend_fresh`` over their own rows. ``qkv``: of all rows.
+    """
+    q, k, v = (values[: rows.num_paged_rows] for values in qkv)
+    return paged_attention(
+        q,
+        k,
+        v,
         rows.paged.cu_seqlens,
-        rows.paged.limits,
-        rows.paged.max_seqlen,
-    )
-    tokens, own = tables.paged_tokens(layer), (q[:n], k[:n], v[:n])
-    paged = paged_attention(
-        *own,
-        bounds,
-        tokens,
+        tables.paged_tokens(layer),
         attend_fresh=attend_fresh,
-        limits=limits,
-        max_seqlen=longest,
+        limits=rows.paged.limits,
+        max_seqlen=rows.paged.max_seqlen,
     )
-    return paged if alone is None else torch.cat((paged, alone))
+
+
+def attend_split(
+    layer: int,
+    tables: AttendedTables,
+    qkv: Sequence[torch.Tensor],
+    rows: SplitRows,
+    *,
+    attend_fresh: bool,
+) -> torch.Tensor:
+    """Attention of all rows: ``attend_paged``, and ``attend_alone`` for the requests
+    that need no pages.
+    """
+    n, num_rows = rows.num_paged_rows, len(qkv[0])
+    if n == num_rows:
+        return attend_paged(layer, tables, qkv, rows, attend_fresh=attend_fresh)
+    q, k, v = (values[n:] for values in qkv)
+    alone = attend_alone(q, k, v, rows.alone)
+    if not n:
+        return alone
+    paged = attend_paged(layer, tables, qkv, rows, attend_fresh=attend_fresh)
+    return torch.cat((paged, alone))

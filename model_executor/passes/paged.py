@@ -54,9 +54,8 @@ class PagedPass(LayerPass):
     ) -> torch.Tensor:
         if self.row_slots is not None:
             self.tokens.pages.write(k, v, self.row_slots[layer])
-        return attend_split(
-            layer, self.tokens, q, k, v, self.rows, attend_fresh=self.attend_fresh
-        )
+        qkv, fresh = (q, k, v), self.attend_fresh
+        return attend_split(layer, self.tokens, qkv, self.rows, attend_fresh=fresh)
 
 
 class OverwritePass(PagedPass):

@@ -142,7 +142,8 @@ def token_logprobs(
     if log_total is None:
         log_total = log_totals(logits, tp_group)
     columns, size = tokens - first_token, logits.shape[-1]
-    token_logit = logits.gather(-1, columns.clamp(0, size - 1)[:, None])[:, 0]
+    here = columns.clamp(0, size - 1)[:, None]
+    token_logit = logits.gather(-1, here)[:, 0]
     if sharded:  # the token is in one rank's shard
         elsewhere = (columns < 0) | (columns >= size)
         token_logit = gather_from_ranks(

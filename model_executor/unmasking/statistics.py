@@ -162,4 +162,5 @@ def _weights(size: int, sigma: float) -> np.ndarray:
     distances = np.arange(-3 * size, 3 * size)
     gaussian = np.exp(-(distances**2) / (2 * sigma**2))
     reach = min(2 * size - 1, math.ceil(_REACH * sigma))
-    return gaussian[3 * size - reach : 3 * size + reach + 1] / gaussian.sum()
+    middle = 3 * size
+    return gaussian[middle - reach : middle + reach + 1] / gaussian.sum()

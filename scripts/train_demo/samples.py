@@ -54,7 +54,7 @@ def train_tokenizer(seed: int) -> Tokenizer:
     texts = []
     for task in TASK_WEIGHTS:
         settings: dict[str, Any] = (
-            {} if task == "chat" else {"max_pairs": 8, "filler": 0.3}
+            {} if task == "chat" else {"pairs": (2, 8), "filler": 0.3}
         )
         for example in make_examples(
             task, 4000, TRAINING_SEED_START + seed, **settings
@@ -130,8 +130,7 @@ class SampleStream:
         if task != "chat":
             filler = rng.uniform(0.1, 0.7) if rng.random() < 0.4 else 0.0
             limits = {
-                "min_pairs": 1,
-                "max_pairs": min(self.max_pairs, MAX_PAIRS[task]),
+                "pairs": (1, min(self.max_pairs, MAX_PAIRS[task])),
                 "filler": filler,
             }
         self._next_seed += 1

@@ -56,13 +56,12 @@ def test_vllms_options_become_words_as_vllm_makes_them(arguments):
         "{max_new_tokens: 32}\n"
     )
     assert words[4:] == [
-        *(
-            "--enforce-eager",
-            "--no-enable-prefix-caching",
-            "--allowed-origins",
-            '["a"]',
-        ),
-        *("--override-generation-config", '{"max_new_tokens": 32}'),
+        "--enforce-eager",
+        "--no-enable-prefix-caching",
+        "--allowed-origins",
+        '["a"]',
+        "--override-generation-config",
+        '{"max_new_tokens": 32}',
     ]
 
 

@@ -66,9 +66,8 @@ def test_openai_input_becomes_messages():
         {"type": "custom_tool_call", "call_id": "1", "name": "g", "input": "x"},
     ]
     messages = openai_form.read_input(items)
-    assert [message["role"] for message in messages] == [
-        *("system", "user", "assistant", "assistant", "user", "assistant")
-    ]
+    roles = " ".join(message["role"] for message in messages)
+    assert roles == "system user assistant assistant user assistant"
     assert messages[1]["content"] == 'see\n{"ä":[1,null]}'
     assert '"arguments": "{}"' in messages[3]["content"]
     assert "done" in messages[4]["content"]

@@ -190,6 +190,6 @@ def test_model_args_are_sorted_into_engine_decoding_and_estimate(demo, monkeypat
     )
     assert started == {"model": "demo", "cache_method": "sparse"}
     assert model.decoding == {"block_length": 8}
-    assert model.mc_num == 4
+    assert model.settings.mc_num == 4
     with pytest.raises(ValueError, match="pretrained"):
         type(model).create_from_arg_string("cache_method=sparse")

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dllm_engine.kernels.pages import add_or_renew_features, feature_rows
+from dllm_engine.kernels.pages import ComputedRows, add_or_renew_features, feature_rows
 from tests.kernels.checks import EXACT, NUMBERS
 
 
@@ -41,7 +41,7 @@ def test_features_are_added_or_renewed_and_nothing_else_is_touched(
         expected[divmod(int(slots[row]), rows.shape[1])] = (output + attended)[
             places[row]
         ]
-    add_or_renew_features(hidden, rows, slots, places, *computed)
+    add_or_renew_features(hidden, rows, slots, places, ComputedRows(*computed))
     torch.testing.assert_close(hidden, expected_hidden, **EXACT)
     torch.testing.assert_close(rows, expected, **EXACT)
     assert bool(

@@ -18,14 +18,15 @@ from dllm_engine.model_executor.workers.gpu import DiffusionGPUWorker
 from tests.support.engines import generate, runner_of
 
 OURS = (
-    *(
-        "_dummy_run",
-        "_dummy_pooler_run",
-        "_dummy_sampler_run",
-        "capture_model",
-        "lora_config",
-    ),
-    *("eplb", "maybe_remove_all_loras", "needs_cudagraph_capture", "warming_up_model"),
+    "_dummy_run",
+    "_dummy_pooler_run",
+    "_dummy_sampler_run",
+    "capture_model",
+    "lora_config",
+    "eplb",
+    "maybe_remove_all_loras",
+    "needs_cudagraph_capture",
+    "warming_up_model",
 )
 NEVER_USED = dict.fromkeys(OURS, "only in methods that DiffusionWorker replaces") | {
     "_init_kv_zero_meta": "only if the runner has it",

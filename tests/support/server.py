@@ -19,17 +19,18 @@ from tests.support.preloaded import Program, wait_until
 
 START_TIMEOUT_S = 600
 DEMO_SERVER = (
-    *(
-        "serve",
-        "demo",
-        "--dtype",
-        "float32",
-        "--max-model-len",
-        "512",
-        "--max-num-seqs",
-        "12",
-    ),
-    *("--cache-method", "sparse", "--page-size", "8"),
+    "serve",
+    "demo",
+    "--dtype",
+    "float32",
+    "--max-model-len",
+    "512",
+    "--max-num-seqs",
+    "12",
+    "--cache-method",
+    "sparse",
+    "--page-size",
+    "8",
 )
 """Arguments of a server with a cache."""
 

@@ -17,6 +17,7 @@ from dllm_engine.decoding.step_plan import (
     Retention,
     Scope,
     StepPlan,
+    StepWork,
     UnmaskQuota,
     step_plan,
 )
@@ -32,21 +33,14 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     )
     final = block.start if progress.num_masked else tokens_kept(spec, progress.running)
     if kept == final:
-        return step_plan(
-            spec, progress, RefreshState.REUSE, Scope.ACTIVE, block, read=kept
-        )
+        work = StepWork(RefreshState.REUSE, Scope.ACTIVE, block, read=kept)
+        return step_plan(spec, progress, work)
     finished = Retention.whole(Span(kept, final))
     # Nothing is read before the first pages are written.
     scope = Scope.ACTIVE if kept else Scope.ALL
-    return step_plan(
-        spec,
-        progress,
-        RefreshState.UPDATE,
-        scope,
-        Span(kept, block.stop),
-        read=kept,
-        adds=[finished],
-    )
+    span = Span(kept, block.stop)
+    work = StepWork(RefreshState.UPDATE, scope, span, read=kept, adds=[finished])
+    return step_plan(spec, progress, work)
 
 
 def shortened(plan: StepPlan, spec: DecodingSpec, max_rows: int) -> StepPlan | None:

@@ -23,7 +23,7 @@ from dllm_engine.decoding.step_plan import RefreshState, StepPlan
 from dllm_engine.decoding.unmasking_policies import (
     WEIGHTED_MEASURES,
 )
-from dllm_engine.kernels.attention_scores import summed_probabilities
+from dllm_engine.kernels.attention_scores import KeysInPages, summed_probabilities
 from dllm_engine.kernels.paged_attention import paged_attention
 from dllm_engine.model_executor.batch_tables import ALL_LAYERS, TokenTables
 from dllm_engine.model_executor.canvas_store import Canvas
@@ -210,14 +210,14 @@ class RolloutPass(LayerPass):
         tokens, bounds = self.tables.paged_tokens(layer), self.batch.cu_seqlens
         ranks = get_tensor_model_parallel_world_size()
         for requests, rollout in rollouts:
-            pages = (
+            keys = KeysInPages(
                 tokens.k_pages,
                 tokens.page_tables[requests],
                 tokens.head_len[requests],
             )
             group_bounds = bounds[requests.start : requests.stop + 1]
             sums = summed_probabilities(
-                q, lse, group_bounds, *pages, *rollout.rows.shape[1:]
+                q, lse, group_bounds, keys, *rollout.rows.shape[1:]
             )
             # Every rank has its own heads; all must choose the same rows.
             rollout.add_layer(

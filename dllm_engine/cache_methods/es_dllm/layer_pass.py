@@ -361,9 +361,8 @@ class EarlySkipPass(LayerPass):
             )
             self.pages.write(k, v, slots.masked_fill((tokens < 0)[:, None], -1))
         self._copy_retained(run, layer, q)
-        return attend_split(
-            layer, self.attended, q, k, v, run.stage, attend_fresh=False
-        )
+        qkv = q, k, v
+        return attend_split(layer, self.attended, qkv, run.stage, attend_fresh=False)
 
     def _copy_retained(self, run: LayersRun, layer: int, q: torch.Tensor) -> None:
         """Sparse-dLLM's choice over the canvas as it is kept, for the requests whose

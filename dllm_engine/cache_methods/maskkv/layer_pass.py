@@ -34,7 +34,7 @@ from dllm_engine.model_executor.passes.base import (
     GraphParts,
     Results,
     attend_alone,
-    attend_split,
+    attend_paged,
 )
 from dllm_engine.model_executor.step_batch import RowBounds, SplitRows, StepBatch
 
@@ -202,9 +202,10 @@ class MaskKVPass(AdaptivePass):
                 None if lse is None else lse[first - n : stop - n],
             )
         self.pages.write(k, v, run.row_slots[layer], rows)
-        return attend_split(
-            layer, self.tables, q, k, v, computed, attend_fresh=False, alone=out
-        )
+        if not n:
+            return out
+        paged = attend_paged(layer, self.tables, qkv, computed, attend_fresh=False)
+        return torch.cat((paged, out))
 
     def _vote(
         self,
