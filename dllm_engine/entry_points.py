@@ -14,9 +14,9 @@ OWN_PACKAGE = "dllm-engine"
 Member = TypeVar("Member")
 
 
-class PluginError(ValueError):
+class PluginError(Exception):
     """An entry point that cannot be used. The message names its package, and says what
-    to do.
+    to do. No ``ValueError``, which pydantic would take for one of an option.
     """
 
 
@@ -115,7 +115,7 @@ class EntryPointGroup(Mapping[str, Member], Generic[Member]):
         if not isinstance(member, self._kind):
             raise self.error(
                 name,
-                f"{entry.value!r} is a {type(member).__name__}, not a "
+                f"{entry.value!r} is of type {type(member).__name__}, not "
                 f"{self._kind.__name__}",
             )
         return member

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from vllm.sampling_params import SamplingParams
 
+from dllm_engine.decoding.unmasking_policies import PARALLEL_RULES
 from dllm_engine.families import LLADA
 from dllm_engine.options import EngineOptions
 from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.request_options.fields import RequestOptions, check_exclusions
 from dllm_engine.request_options.sampling_params import parse_request_options
-from dllm_engine.request_options.unmasking import policy_and_rule
+from dllm_engine.request_options.unmasking import PARALLEL_OPTIONS, policy_and_rule
 from dllm_engine.text import with_meanings
 
 _OWN_OPTIONS: dict[str, Any] = dict.fromkeys(RequestOptions.model_fields) | {
@@ -23,6 +24,12 @@ _OWN_OPTIONS: dict[str, Any] = dict.fromkeys(RequestOptions.model_fields) | {
 """Fields of ``DiffusionParams`` that travel in ``extra_args``, and what they hold where
 they are not given.
 """
+
+for _name in PARALLEL_OPTIONS:
+    if _name in (*SamplingParams.__struct_fields__, "gen_length"):
+        raise PARALLEL_RULES.error(
+            _name, "a field of SamplingParams has this name; give the rule another name"
+        )
 
 if TYPE_CHECKING:
 

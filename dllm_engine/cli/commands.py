@@ -5,6 +5,7 @@ from typing import Any
 
 from dllm_engine import __version__
 from dllm_engine.cli import (
+    TRACEBACK_VARIABLE,
     bench,
     calibrate,
     chat,
@@ -20,7 +21,6 @@ from dllm_engine.cli import (
 from dllm_engine.cli.arguments import CommandParser
 from dllm_engine.demo import DEMO_MODEL, DEMO_MODELS, model_path
 
-TRACEBACK_VARIABLE = "DLLM_TRACEBACK"
 COMMANDS = {
     "generate": generate,
     "chat": chat,

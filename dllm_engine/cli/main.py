@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from dllm_engine.cli import TRACEBACK_VARIABLE
 from dllm_engine.entry_points import PluginError
 from dllm_engine.text import one_line
 
@@ -19,12 +20,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # Python would look through all that vLLM imports once more, for seconds
     argv = sys.argv[1:] if argv is None else argv
     try:
-        # Here, because another package may add options, and be broken.
-        from dllm_engine.cli.commands import TRACEBACK_VARIABLE, build_parser
+        # Here, because options come from other packages too, and one may be broken.
+        from dllm_engine.cli.commands import build_parser
+
+        parser = build_parser()
     except PluginError as error:
+        if _shows_traceback("--traceback" in argv):
+            raise
         print(f"dllm: error: {error}", file=sys.stderr)
         return 2
-    parser = build_parser()
     args, unknown = parser.parse_known_args(argv)
     args.argv, args.unknown = argv, unknown
     try:
@@ -33,10 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("dllm: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        if args.traceback or os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0"):
+        if _shows_traceback(args.traceback):
             raise
         print(f"dllm: error: {one_line(error)}", file=sys.stderr)
         return 2
+
+
+def _shows_traceback(is_asked_for: bool) -> bool:
+    return is_asked_for or os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0")
 
 
 if __name__ == "__main__":

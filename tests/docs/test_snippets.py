@@ -25,8 +25,13 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 PAGES = [
     "README.md",
     "CONTRIBUTING.md",
-    *sorted(f"docs/{page.name}" for page in CHECKOUT.glob("docs/*.md")),
+    *sorted(
+        f"docs/{page.name}"
+        for page in CHECKOUT.glob("docs/*.md")
+        if page.name != "research.md"
+    ),
 ]
+"""``docs/research.md`` writes and installs a package: see ``test_research.py``."""
 # Languages of programs; other blocks show output or data.
 PROGRAMS = ("bash", "python")
 PORT = 8000

@@ -96,6 +96,8 @@ ALLOWED["dllm_engine.decoding"] = DECODING[:3]
 PAGE_DEMAND = "dllm_engine.cache_methods.page_demand"
 ALLOWED[MODEL_EXECUTOR] = (KERNELS, SCHEDULER, MODEL_EXECUTOR, PAGE_DEMAND, *SHARED)
 ALLOWED[CACHE_METHODS] = (CACHE_METHODS, KERNELS, MODEL_EXECUTOR, *DECODING)
+RULES = "dllm_engine.unmasking_rules"
+ALLOWED[RULES] = (RULES, f"{MODEL_EXECUTOR}.unmasking", *SHARED)
 """What the modules of a room may import of this package. Shared modules
 need no vLLM.
 """

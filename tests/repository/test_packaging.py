@@ -6,12 +6,13 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from importlib.metadata import EntryPoint, distribution
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 
 from tests.repository.test_imports import CHECKOUT, PROJECT, ROOMS
+from tests.support.environments import NEEDS, new_environment
 
 CODE = {
     Path(folder, name).relative_to(CHECKOUT).as_posix()
@@ -112,13 +113,9 @@ def test_wheel_holds_all_code_and_data_under_one_name(wheel):
 @pytest.mark.slow
 def test_installed_wheel_works_without_the_checkout(wheel, tmp_path):
     """The wheel goes into an environment of its own; what it needs comes from the one
-    that runs this test.
+    that runs this test, whose .pth files (an editable install) are not read.
     """
-    environment = tmp_path / "environment"
-    subprocess.run(
-        [sys.executable, "-m", "venv", "--without-pip", environment], check=True
-    )
-    python = environment / "bin" / "python"
+    python = new_environment(tmp_path / "environment", NEEDS)
     pip = [
         sys.executable,
         "-m",
@@ -132,18 +129,12 @@ def test_installed_wheel_works_without_the_checkout(wheel, tmp_path):
     subprocess.run(
         [*pip, "--disable-pip-version-check", wheel], check=True, capture_output=True
     )
-    (site_packages,) = environment.glob("lib/python3*/site-packages")
-    # After the wheel's own folder, so that the wheel comes first; .pth files (an
-    # editable install) are not read.
-    (site_packages / "needs.pth").write_text(
-        distribution("numpy").locate_file("").as_posix() + "\n", encoding="utf-8"
-    )
     environ = {
         key: value
         for key, value in os.environ.items()
         if key != "PYTHONPATH" and not key.startswith("VLLM_")
     }
-    command = [environment / "bin" / "dllm", "generate", "Reverse: Rome Tom Oslo"]
+    command = [python.parent / "dllm", "generate", "Reverse: Rome Tom Oslo"]
     ran = subprocess.run(
         command, cwd=tmp_path, env=environ, capture_output=True, text=True
     )
