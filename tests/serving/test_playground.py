@@ -307,6 +307,32 @@ def test_a_decision_shows_the_probability_of_each_choice(blocks_page):
     assert "fields" in page.all(".turn.error")[0].text
 
 
+def test_questions_are_drawn_as_bars(page):
+    page.js("document.getElementById('questions').open = true")
+    page.element("facts").send_keys("Tom lives in Paris. Ida lives in Rome.")
+    lines = (
+        "Where does Ida live? [Paris | Rome]",
+        "So? [no < yes]",
+        "Ida lives in Rome.",
+    )
+    page.element("asked").send_keys("\n".join(lines))
+    page.element("ask").click()
+    page.wait(lambda: len(page.all("#answers .answer")) == 3)
+    labels = [each.text for each in page.all("#answers .option span")]
+    assert labels == ["Paris", "Rome", "no", "yes", "true", "false"]
+    shares = [float(each.text[:-2]) for each in page.all("#answers output")]
+    assert shares[1] > 99
+    for first, second in zip(shares[::2], shares[1::2], strict=True):
+        assert first + second == pytest.approx(100, abs=0.2)
+    widths = [each.size["width"] for each in page.all("#answers .option i")]
+    assert widths[1] > 10 * widths[0]
+    assert "score" in page.all("#answers p")[1].text
+    page.element("asked").send_keys("\n[a | a]")
+    page.element("ask").click()
+    page.wait(lambda: page.all("#answers .error"))
+    assert "Each choice must be unique" in page.text("answers")
+
+
 def test_only_what_was_moved_is_sent(page):
     page.js(
         "const real = window.fetch; window.asked = [];"
