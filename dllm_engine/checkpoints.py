@@ -14,7 +14,6 @@ from dllm_engine.demo import model_path
 from dllm_engine.families import ModelFamily
 from dllm_engine.model_executor.loading.files import check_files
 from dllm_engine.model_executor.models.config_keys import SCHEMAS
-from dllm_engine.text import one_line
 
 if TYPE_CHECKING:
     from dllm_engine.model_executor.models.configs import Config
@@ -156,14 +155,14 @@ def load_config(model: str) -> "Config":
     """A model's config: of its folder, a named shape, known by its name, or of Hugging
     Face, which is asked for config.json alone. Raises ``ValueError`` naming the model,
     or the key that is not supported."""
-    from dllm_engine.model_executor.models.configs import parse_config
+    from dllm_engine.model_executor.models.configs import parse_config, stated_config
 
     if is_named_shape(model):
         return parse_config(named_shape(model), model)
     check_folder(model)
     source = model_path(model)
     return parse_config(
-        RELEASED_CONFIGS.get(model) or _stated_config(source, {}), source
+        RELEASED_CONFIGS.get(model) or stated_config(source, {}), source
     )
 
 
@@ -179,10 +178,10 @@ def check_start(model: str, arguments: Mapping[str, Any]) -> None:
     ):
         return  # checked by engine_config, once vLLM has made the config
     # Imports transformers, which takes seconds.
-    from dllm_engine.model_executor.models.configs import parse_config
+    from dllm_engine.model_executor.models.configs import parse_config, stated_config
 
     source = arguments.get("hf_config_path") or model_path(model)
-    stated = _stated_config(source, arguments)
+    stated = stated_config(source, arguments)
     if "architectures" in overrides:
         stated["architectures"] = overrides["architectures"]
     parse_config(stated, source).update(overrides)
@@ -195,23 +194,3 @@ def check_folder(model: str) -> None:
     check_files(model)
     if model.startswith((".", "/", "~")) and not Path(model).is_dir():
         raise ValueError(f"model folder {model} does not exist")
-
-
-def _stated_config(model: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of config.json, from a folder or from Hugging Face, downloaded as
-    vLLM would.
-    """
-    from transformers import PretrainedConfig
-
-    if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
-        raise ValueError(
-            f"{model} holds no config.json; name the folder of a checkpoint"
-        )
-    try:
-        return PretrainedConfig.get_config_dict(
-            model, revision=arguments.get("revision"), token=arguments.get("hf_token")
-        )[0]
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"config.json of model {model!r} cannot be read: {one_line(error)}"
-        ) from None

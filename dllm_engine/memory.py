@@ -22,7 +22,7 @@ from dllm_engine.decoding.page_layout import PageKind, PoolGeometry, head_dim_of
 from dllm_engine.demo import model_path
 from dllm_engine.model_executor.head_chunks import rows_at_once
 from dllm_engine.options import EngineOptions, checkpoint_section
-from dllm_engine.text import readable_size
+from dllm_engine.text import readable_size, shortened
 
 FLOAT32_BYTES = 4
 VOCABULARY_PADDING = 64
@@ -373,6 +373,15 @@ class Quantization:
         checkpoint, and for an unknown one.
         """
         stated = getattr(config, "quantization_config", None) or {}
+        try:
+            return cls._stated(stated)
+        except (AttributeError, KeyError, TypeError):
+            raise ValueError(
+                f"config.json: quantization_config={shortened(stated)} cannot be read"
+            ) from None
+
+    @classmethod
+    def _stated(cls, stated: dict[str, Any]) -> "Quantization | None":
         groups = list(stated.get("config_groups", {}).values())
         if stated.get("quant_method") in ("gptq", "awq"):
             size = stated.get("group_size", stated.get("q_group_size", -1))

@@ -29,8 +29,8 @@ def checkpoint_section(hf_config: object) -> dict[str, Any]:
     section = getattr(hf_config, OPTIONS_KEY, None)
     if section is not None and not isinstance(section, dict):
         raise ValueError(
-            f"config.json: {OPTIONS_KEY!r}={section!r} must be an object of request "
-            f"options"
+            f"config.json: {OPTIONS_KEY!r}={shortened(section)} must be an object of "
+            f"request options"
         )
     return section or {}
 

@@ -45,6 +45,7 @@ from dllm_engine.model_executor.graphs.recording import Record
 from dllm_engine.model_executor.graphs.step import StepGraphs
 from dllm_engine.model_executor.guide.model import Guide
 from dllm_engine.model_executor.loading.files import check_safetensors
+from dllm_engine.model_executor.loading.parameters import files_named
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.page_memory import (
     POOL_LAYER,
@@ -103,10 +104,11 @@ class DiffusionModelRunner:
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         if load_dummy_weights:
             self.vllm_config.load_config.load_format = "dummy"
-        if self.vllm_config.load_config.load_format != "dummy":
-            check_safetensors(self.model_config.model)
+        is_dummy = self.vllm_config.load_config.load_format == "dummy"
+        tensors = {} if is_dummy else check_safetensors(self.model_config.model)
         before = torch.cuda.memory_allocated()  # 0 on a CPU
-        self.model: DiffusionDecoder = get_model(vllm_config=self.vllm_config)
+        with files_named(tensors):
+            self.model: DiffusionDecoder = get_model(vllm_config=self.vllm_config)
         self.model_memory_usage = torch.cuda.memory_allocated() - before
         scheduler_config = self.vllm_config.scheduler_config
         self.rank = Rank(
@@ -147,13 +149,17 @@ class DiffusionModelRunner:
         """Read the weights again in place, as vLLM's runner does; a guide's too unless
         other weights are named.
         """
-        reload_weights(
-            self.vllm_config,
-            self.model,
-            weights_iterator,
-            weights_path,
-            is_checkpoint_format,
-        )
+        tensors = {}
+        if weights_iterator is None:
+            tensors = check_safetensors(weights_path or self.model_config.model)
+        with files_named(tensors):
+            reload_weights(
+                self.vllm_config,
+                self.model,
+                weights_iterator,
+                weights_path,
+                is_checkpoint_format,
+            )
         guide = self.rank.guide
         if guide is not None and weights_iterator is None and weights_path is None:
             reload_weights(

@@ -2,13 +2,12 @@
 model is one of ours.
 """
 
-import math
-import re
 from pathlib import Path
 from typing import Any
 
 from vllm.config import CompilationMode, CUDAGraphMode, ModelConfig, VllmConfig
 from vllm.logger import init_logger
+from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
 from vllm.tokenizers import cached_tokenizer_from_config
@@ -18,14 +17,11 @@ from dllm_engine.cache_methods.page_demand import PageDemand
 from dllm_engine.checkpoints import check_folder
 from dllm_engine.decoding.unmasking_policies import PARALLEL_RULES
 from dllm_engine.families import ModelFamily, barred_tokens, released_defaults
-from dllm_engine.model_executor.guide.sizes import guide_shape
+from dllm_engine.model_executor.guide.sizes import guide_config, guide_shape
 from dllm_engine.model_executor.guide.text import Retokenizer
-from dllm_engine.model_executor.loading.files import (
-    FLOAT_TYPES,
-    check_generation_config,
-    check_safetensors,
-)
+from dllm_engine.model_executor.loading.files import check_generation_config
 from dllm_engine.model_executor.loading.lora import check_adapter
+from dllm_engine.model_executor.loading.tokenizers import tokenizer_files_named
 from dllm_engine.model_executor.models.config_keys import block_size_of
 from dllm_engine.model_executor.models.configs import (
     Config,
@@ -46,7 +42,8 @@ from dllm_engine.request_options.fields import (
     with_defaults,
 )
 from dllm_engine.request_options.sampling_params import DEFAULT_GEN_LENGTH
-from dllm_engine.text import assignments, did_you_mean, shortened
+from dllm_engine.stated_sizes import check_sizes
+from dllm_engine.text import assignments, cut, did_you_mean, one_line, shortened
 from dllm_engine.vllm_hooks import input_processor, patch, table
 from dllm_engine.vllm_hooks.patch import Original
 from dllm_engine.vllm_hooks.refused_settings import SCHEDULER_CLASS, refuse_unsupported
@@ -97,6 +94,7 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
             )  # vLLM sets one after another, so that two could differ
         check_folder(model_config.model)
         config.check()
+        _check_quantization(model_config)
         model_config.is_dllm_engine = True
         # Our classes replace those that `auto_map` names, so a checkpoint's own code
         # never runs.
@@ -124,10 +122,10 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         keep_our_warnings()  # vLLM has set up logging anew for this engine
         refuse_unsupported(vllm_config)
         model_config = vllm_config.model_config
-        if vllm_config.load_config.load_format != "dummy":
-            # Weights that cannot be read are refused before any process is started for
-            # them.
-            _check_tensors(model_config)
+        check_sizes(model_config.model, model_config.hf_config, vllm_config)
+        if not model_config.skip_tokenizer_init:
+            with tokenizer_files_named(model_config.tokenizer):
+                cached_tokenizer_from_config(model_config)
         _check_block_size(model_config)
         if left_out := left_out_defaults(model_config):
             text = (
@@ -318,7 +316,7 @@ def _settle_engine_options(vllm_config: VllmConfig) -> EngineOptions:
     asked, options = options, options.with_paper_settings(model_config.model, family)
     _tell_of_guessed_settings(asked, options, model_config)
     if options.guide_model is not None:
-        options = _with_guide_shape(options, model_config)
+        options = _with_guide_shape(options, vllm_config)
     if options.lora_path is not None:
         check_adapter(options.lora_path, vllm_config)
     geometry = options.geometry(
@@ -345,55 +343,22 @@ def _settle_engine_options(vllm_config: VllmConfig) -> EngineOptions:
     return options
 
 
-_MOST_PACKED = 16
-"""Weights in one stored number of a quantized checkpoint: of 2 bits in 32."""
-_STORED_SIZES = (
-    ("vocab_size", "hidden_size"),
-    ("intermediate_size", "hidden_size"),
-    ("moe_intermediate_size", "hidden_size", "num_experts"),
-    ("expert_intermediate_size", "hidden_size", "num_experts"),
-    ("num_attention_heads", "head_dim", "hidden_size"),
-)
-"""Sizes whose product is that of tensors which every checkpoint with these keys has."""
-
-
-def _check_tensors(model_config: ModelConfig) -> None:
-    """Raise ``ValueError`` where the weights of a folder are not those of its config.
-    Layers are made one by one, which takes minutes where a config states far too many.
+def _check_quantization(model_config: ModelConfig) -> None:
+    """Raise ``ValueError`` where vLLM cannot read how the weights are quantized; its
+    own errors do not name the file, and are of many types.
     """
-    tensors, config = check_safetensors(model_config.model), model_config.hf_config
-    if not tensors:
-        return  # the model has to be downloaded
-    key_names, where = config.family.key_names, f"{model_config.model}/config.json"
-    layer = re.compile(rf"{re.escape(config.family.names.layers)}\.([0-9]+)\.")
-    layers = {match[1] for name in tensors if (match := layer.match(name))}
-    stated = config.num_hidden_layers
-    if layers and stated > len(layers):
-        key = key_names.get("num_hidden_layers", "num_hidden_layers")
-        raise ValueError(f"{where}: {key}={stated}, but the weights have {len(layers)}")
-    is_quantized = getattr(config, "quantization_config", None) is not None
-    stored = sum(tensor.size for tensor in tensors.values()) * (
-        _MOST_PACKED if is_quantized else 1
-    )
-    for sizes in _STORED_SIZES:
-        values = {
-            key_names.get(name, name): getattr(config, name, None) or 1
-            for name in sizes
-        }
-        if math.prod(values.values()) > stored:
-            text = " × ".join(f"{key}={value}" for key, value in values.items())
-            raise ValueError(
-                f"{where}: {text} is more than the {stored} numbers that the weights "
-                f"hold"
-            )
-    if is_quantized:
+    stated = getattr(model_config.hf_config, "quantization_config", None)
+    if stated is None:
         return
-    for name, tensor in tensors.items():
-        if tensor.dtype not in FLOAT_TYPES:
-            raise ValueError(
-                f"{tensor.path}: {shortened(name)} is of type {tensor.dtype}, not "
-                f"{', '.join(FLOAT_TYPES)}"
-            )
+    try:
+        model_config._verify_quantization()
+        get_quantization_config(model_config.quantization).from_config(stated)
+    except Exception as error:
+        raise ValueError(
+            f"{model_config.model}/config.json: "
+            f"quantization_config={shortened(stated)} cannot be read: "
+            f"{cut(one_line(error))}"
+        ) from None
 
 
 def _check_block_size(model_config: ModelConfig) -> None:
@@ -447,12 +412,11 @@ def _tell_of_guessed_settings(
         )
 
 
-def _with_guide_shape(
-    options: EngineOptions, model_config: ModelConfig
-) -> EngineOptions:
+def _with_guide_shape(options: EngineOptions, vllm_config: VllmConfig) -> EngineOptions:
     """Raises ``ValueError`` where the guide model cannot guide this model."""
-    guide = options.guide_model
+    guide, model_config = options.guide_model, vllm_config.model_config
     assert guide is not None
+    check_sizes(guide, guide_config(guide), vllm_config)
     tokenizer = (
         None
         if model_config.skip_tokenizer_init

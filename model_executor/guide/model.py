@@ -35,6 +35,7 @@ from dllm_engine.model_executor.guide.text import (
 )
 from dllm_engine.model_executor.head_chunks import head_chunks
 from dllm_engine.model_executor.loading.files import check_safetensors
+from dllm_engine.model_executor.loading.parameters import files_named
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.page_memory import PageView
 from dllm_engine.model_executor.passes.paged import PagedPass
@@ -110,9 +111,10 @@ class Guide:
             None,
             hf_config,
         )
-        if vllm_config.load_config.load_format != "dummy":
-            check_safetensors(options.guide_model)
-        get_model_loader(vllm_config.load_config).load_weights(model, source)
+        is_dummy = vllm_config.load_config.load_format == "dummy"
+        tensors = {} if is_dummy else check_safetensors(options.guide_model)
+        with files_named(tensors):
+            get_model_loader(vllm_config.load_config).load_weights(model, source)
         process_weights_after_loading(model, model_config, device)
         self.model = model.eval()
         self.device = device

@@ -6,61 +6,81 @@ do. ``Guide`` makes attention causal.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 from dllm_engine.decoding.page_layout import GuideShape, head_dim_of
+from dllm_engine.families import ModelFamily
 from dllm_engine.model_executor.loading.files import check_files
-from dllm_engine.model_executor.models.configs import Config
+from dllm_engine.model_executor.loading.tokenizers import tokenizer_files_named
+from dllm_engine.model_executor.models.config_keys import keys_of
+from dllm_engine.model_executor.models.configs import (
+    Config,
+    config_class_for,
+    stated_config,
+)
+from dllm_engine.text import shortened
 
-# Keys of config.json that would change the computation, with the values this model
-# implements.
-_REQUIRED_VALUES: dict[str, tuple[object, ...]] = {
-    "hidden_act": ("silu",),
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
-    "use_sliding_window": (False, None),
-    "rope_type": ("default",),
+_QWEN2 = ModelFamily(
+    name="Qwen2",
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    checkpoints=(),
+    qkv_bias=True,
+    defaults={"rope_theta": 10_000.0},
+    fixed={
+        "attention_bias": (None, False),
+        "mlp_bias": (None, False),
+        "quantization_config": (None,),
+    },
+    without_effect=("sliding_window", "max_window_layers", "pretraining_tp"),
+)
+_LLAMA = replace(
+    _QWEN2,
+    name="Llama",
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    qkv_bias=False,
+)
+_GUIDES: dict[object, type[Config]] = {
+    family.model_type: config_class_for(family, keys_of(family))
+    for family in (_QWEN2, _LLAMA)
 }
-GUIDE_MODEL_TYPES = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
+"""By ``model_type``: the configs of models that can guide."""
 
 
 @lru_cache
-def guide_config(guide: str) -> Any:
+def guide_config(guide: str) -> Config:
     """A guide's config; raises ``ValueError`` where it cannot be loaded, or names a
     model that cannot guide.
     """
     check_files(guide)
     try:
-        config = AutoConfig.from_pretrained(guide)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"guide_model={guide!r} cannot be loaded: {' '.join(str(error).split())}"
-        ) from None
-    if config.model_type not in GUIDE_MODEL_TYPES or isinstance(config, Config):
-        raise ValueError(
-            f"architectures={config.architectures}, model_type={config.model_type!r} "
-            f"cannot guide; guides are {', '.join(GUIDE_MODEL_TYPES.values())}"
+        stated = stated_config(guide, {})
+    except ValueError as error:
+        raise ValueError(f"guide_model={guide!r} cannot be loaded: {error}") from None
+    model_type = stated.pop("model_type", None)
+    config_class = _GUIDES.get(model_type) if isinstance(model_type, str) else None
+    listed = stated.get("architectures")
+    if config_class is None or (
+        isinstance(listed, list)
+        and config_class.schema.family.architecture not in listed
+    ):
+        guides = ", ".join(
+            config.schema.family.architecture for config in _GUIDES.values()
         )
-    stated = vars(config) | config.rope_parameters
-    for key, allowed in _REQUIRED_VALUES.items():
-        if (value := stated.get(key, allowed[0])) not in allowed:
-            raise ValueError(
-                f"guide's config.json: {key}={value!r} is not supported, only "
-                f"{allowed[0]!r}"
-            )
-    head_dim = head_dim_of(config)
-    if head_dim * config.num_attention_heads != config.hidden_size:
         raise ValueError(
-            f"guide's config.json: head_dim={head_dim} of {config.num_attention_heads} "
-            f"heads is not supported with hidden_size={config.hidden_size}; the heads "
-            f"must fill it"
+            f"{guide}/config.json: architectures={shortened(listed)}, "
+            f"model_type={shortened(model_type)} cannot guide; guides are {guides}"
         )
-    config.include_qkv_bias = (
-        config.model_type == "qwen2"
-    )  # the key under which a diffusion model's config says so
+    config = config_class(**stated | {"name_or_path": guide})
+    if (kind := config.rope_parameters["rope_type"]) != "default":
+        raise ValueError(
+            f"{guide}/config.json: rope_type={kind!r} of a guide is not supported, only "
+            f"'default'"
+        )
     return config
 
 
@@ -73,7 +93,8 @@ def guide_shape(
     own for each."""
     config, same_tokens = guide_config(guide), True
     if vocabulary is not None:
-        theirs = AutoTokenizer.from_pretrained(guide).get_vocab()
+        with tokenizer_files_named(guide):
+            theirs = AutoTokenizer.from_pretrained(guide).get_vocab()
         agrees = all(
             vocabulary.get(token, number) == number for token, number in theirs.items()
         )

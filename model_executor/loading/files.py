@@ -5,13 +5,20 @@ All others are not looked at.
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from dllm_engine.text import is_finite_number, shortened
+from dllm_engine.text import (
+    cut,
+    is_finite_number,
+    is_token_ids,
+    one_line,
+    shortened,
+)
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _LARGEST_POINTER = 1024
@@ -32,7 +39,8 @@ _OBJECTS = (
 """Files that hold one JSON object each."""
 _TEXTS = ("tokenizer.model", "merges.txt", "vocab.txt", "chat_template.jinja")
 """The other files of config and tokenizer."""
-_JSON_NAMES: dict[type, str] = {dict: "an object", list: "an array", str: "a string"}
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+"""JSON of half a character."""
 
 
 def _is_count(value: float) -> bool:
@@ -47,8 +55,10 @@ _DEFAULTS: dict[str, tuple[str, Callable[[float], bool]]] = {
         lambda value: type(value) is int and value >= -1,
     ),
     "max_new_tokens": ("an integer of at least 1", _is_count),
-    "repetition_penalty": ("a finite number", lambda value: True),
-    "min_p": ("a finite number", lambda value: True),
+    **dict.fromkeys(
+        ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_p"),
+        ("a finite number", lambda value: True),
+    ),
 }
 """Numbers of ``generation_config.json`` that become defaults of requests, and what they
 may be.
@@ -78,7 +88,6 @@ def check_files(model: str) -> None:
     for path in _weight_files(folder):
         check_content(path)
     check_generation_config(folder)
-    _check_tokenizer(folder)
 
 
 def check_generation_config(folder: Path) -> None:
@@ -94,34 +103,37 @@ def check_generation_config(folder: Path) -> None:
         value = stated.get(name)
         if value is not None and not (is_finite_number(value) and is_allowed(value)):
             raise ValueError(f"{path}: {name}={shortened(value)} must be {meaning}")
+    _check_readable(path, stated)
     ends = stated.get("eos_token_id")
-    for end in ends if isinstance(ends, list) else [ends]:
-        if end is not None and (type(end) is not int or end < 0):
-            raise ValueError(
-                f"{path}: eos_token_id={shortened(ends)} must be the id of a token, or "
-                f"a list of ids"
-            )
+    if ends is not None and not is_token_ids(ends):
+        raise ValueError(
+            f"{path}: eos_token_id={shortened(ends)} must be the id of a token, or a "
+            f"list of ids"
+        )
 
 
-def _check_tokenizer(folder: Path) -> None:
-    """Raise ``ValueError`` naming a key of the tokenizer's files without which
-    transformers cannot read them.
+def _check_readable(path: Path, stated: dict[str, Any]) -> None:
+    """Raise ``ValueError`` naming a key of ``generation_config.json`` that transformers
+    cannot read, which vLLM has read it; the engine uses few of them.
     """
-    kinds: dict[str, dict[str, type]] = {
-        "tokenizer.json": {"model": dict, "added_tokens": list},
-        "tokenizer_config.json": {"tokenizer_class": str},
-    }
-    for name, keys in kinds.items():
-        if not (path := folder / name).exists():
-            continue
-        stated = read_object(path)
-        for key, kind in keys.items():
-            is_optional = kind is str and stated.get(key) is None
-            if not is_optional and not isinstance(stated.get(key), kind):
-                raise ValueError(
-                    f"{path}: {key}={shortened(stated.get(key))} must be "
-                    f"{_JSON_NAMES[kind]}"
-                )
+    from transformers import GenerationConfig  # takes seconds
+
+    def error_about(values: dict[str, Any]) -> Exception | None:
+        try:
+            GenerationConfig.from_dict(dict(values))
+        except Exception as error:  # its checks raise what they meet
+            return error
+        return None
+
+    if (whole := error_about(stated)) is None:
+        return
+    for name, value in stated.items():
+        if (error := error_about({name: value})) is not None:
+            raise ValueError(
+                f"{path}: {name}={shortened(value)} cannot be read: "
+                f"{cut(one_line(error))}"
+            ) from None
+    raise ValueError(f"{path} cannot be read: {cut(one_line(whole))}") from None
 
 
 def token_id(model: str, token: str) -> int | None:
@@ -148,7 +160,10 @@ def read_object(path: Path) -> dict[str, Any]:
     """
     _check_regular(path)
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text)
+        if _HALF.search(text):  # two that belong together can be encoded
+            json.dumps(values, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError(f"{path} cannot be read: it is nested too deeply") from None
     except (OSError, ValueError) as error:
@@ -181,7 +196,16 @@ def check_safetensors(model: str) -> dict[str, StoredTensor]:
         raise ValueError(
             f"{folder} holds no *.safetensors file; copy the checkpoint's weights there"
         )
-    return {name: tensor for path in files for name, tensor in _tensors_in(path)}
+    tensors: dict[str, StoredTensor] = {}
+    for path in files:
+        for name, tensor in _tensors_in(path):
+            if name in tensors:
+                raise ValueError(
+                    f"{path} holds the tensor {shortened(name)}, as "
+                    f"{tensors[name].path.name} does; remove one"
+                )
+            tensors[name] = tensor
+    return tensors
 
 
 def _tensors_in(path: Path) -> Iterator[tuple[str, StoredTensor]]:

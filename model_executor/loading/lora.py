@@ -24,6 +24,7 @@ from dllm_engine.model_executor.loading.files import (
     check_safetensors,
     read_object,
 )
+from dllm_engine.model_executor.loading.module_patterns import ModulePatterns
 from dllm_engine.text import shortened
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -110,12 +111,15 @@ class LoraAdapter:
                         f"{self.folder / WEIGHTS}: {shortened(name)} and its update "
                         f"differ in shape"
                     )
-                yield (
-                    name,
-                    torch.addmm(tensor.float(), b, a, alpha=self.scales[name]).to(
-                        tensor.dtype
-                    ),
+                merged = torch.addmm(tensor.float(), b, a, alpha=self.scales[name]).to(
+                    tensor.dtype
                 )
+                if not merged.isfinite().all():
+                    raise ValueError(
+                        f"{self.folder / WEIGHTS}: {shortened(name)} with its update "
+                        f"holds NaN or infinity as {tensor.dtype}"
+                    )
+                yield name, merged
         if whole:
             self.check(names)
 
@@ -160,10 +164,44 @@ class LoraAdapter:
             raise ValueError(
                 f"{path} holds no tensors of the kind '….lora_A.weight'; save it again"
             )
+        scales = _Scales(self.folder / CONFIG, config)
         return {
-            f"{module}.weight": _scale(config, module, rank)
+            f"{module}.weight": scales.scale(module, rank)
             for module, rank in ranks["A"].items()
         }
+
+
+class _Scales:
+    """PEFT's factors of updates, as a config states them."""
+
+    def __init__(self, path: Path, config: dict[str, Any]) -> None:
+        self.path = path
+        self.rank = config.get("r", _DEFAULT_RANK)
+        self.alpha = config["lora_alpha"]
+        self.uses_root = config.get("use_rslora", False)
+        """True for alpha / √r (rsLoRA) instead of alpha / r."""
+        self.ranks, self.alphas = (
+            ModulePatterns(path, name, config.get(name))
+            for name in ("rank_pattern", "alpha_pattern")
+        )
+
+    def scale(self, module: str, rank: int) -> float:
+        """The factor of the update of a module, whose tensors have this rank."""
+        stated = self.ranks.value_for(module, self.rank)
+        if rank != stated:
+            raise ValueError(
+                f"{self.path} states the rank {stated} for {shortened(module)}, whose "
+                f"tensors in {WEIGHTS} have the rank {rank}; copy both files of one "
+                f"adapter"
+            )
+        alpha: float = self.alphas.value_for(module, self.alpha)
+        scale = alpha / (math.sqrt(rank) if self.uses_root else rank)
+        if abs(scale) > torch.finfo(torch.float32).max:
+            raise ValueError(
+                f"{self.path}: lora_alpha={shortened(alpha)} of {shortened(module)} is "
+                f"more than a float32 holds"
+            )
+        return scale
 
 
 def check_adapter(folder: str, vllm_config: VllmConfig) -> None:
@@ -244,57 +282,16 @@ def _check_rank(path: Path, name: str, rank: object) -> None:
 
 def _check_pattern(path: Path, name: str, patterns: object) -> None:
     """Raise ``ValueError`` unless ``patterns`` are numbers by the ends of module names,
-    which are regular expressions, or null."""
+    or null.
+    """
     if patterns is None:
         return
     if not isinstance(patterns, dict):
         raise ValueError(f"{path}: {name}={shortened(patterns)} must be an object")
     for key, value in patterns.items():
         where = f"{name}[{shortened(key)}]"
-        try:
-            re.compile(key)
-            re.compile(_expression(key))
-        except (re.error, RecursionError, OverflowError):
-            raise ValueError(f"{path}: {where} is no regular expression") from None
         if name == "rank_pattern":
             _check_rank(path, where, value)
         elif value is None:
             raise ValueError(f"{path}: {where}=null must be a number")
         check_number(path, where, value)
-
-
-def _expression(pattern: str) -> str:
-    """The expression that PEFT makes of a pattern."""
-    return rf"(.*\.)?({pattern})$"
-
-
-def _of_module(patterns: dict[str, Any] | None, module: str, default: Any) -> Any:
-    """The value of the first pattern that a module's name ends with, as PEFT chooses
-    it.
-    """
-    own = (
-        value
-        for key, value in (patterns or {}).items()
-        if re.match(_expression(key), module)
-    )
-    return next(own, default)
-
-
-def _scale(config: dict[str, Any], module: str, rank: int) -> float:
-    """PEFT's factor of an update: alpha / r, or alpha / √r (rsLoRA)."""
-    stated = _of_module(
-        config.get("rank_pattern"), module, config.get("r", _DEFAULT_RANK)
-    )
-    if rank != stated:
-        raise ValueError(
-            f"{CONFIG} states the rank {stated} for {shortened(module)}, whose tensors "
-            f"in {WEIGHTS} have the rank {rank}; copy both files of one adapter"
-        )
-    alpha: float = _of_module(config.get("alpha_pattern"), module, config["lora_alpha"])
-    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    if abs(scale) > torch.finfo(torch.float32).max:
-        raise ValueError(
-            f"{CONFIG}: lora_alpha={shortened(alpha)} of {shortened(module)} is more "
-            f"than a float32 holds"
-        )
-    return scale

@@ -1,7 +1,8 @@
 """Parameters of a model, filled from a checkpoint's tensors."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -9,7 +10,27 @@ from vllm.model_executor.layers.fused_moe import fused_moe_make_expert_params_ma
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from dllm_engine.families import ExpertShape, NamedModules, Shard, TensorNames
-from dllm_engine.text import shortened
+from dllm_engine.model_executor.loading.files import StoredTensor
+from dllm_engine.text import cut, shortened
+
+
+class TensorError(ValueError):
+    """A tensor that a model cannot take."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"checkpoint tensor {shortened(name)} {reason}")
+        self.name = name
+
+
+@contextmanager
+def files_named(tensors: Mapping[str, StoredTensor]) -> Iterator[None]:
+    """Add the file of a checkpoint's tensor to the error about it."""
+    try:
+        yield
+    except TensorError as error:
+        if (stored := tensors.get(error.name)) is None:
+            raise
+        raise ValueError(f"{stored.path}: {error}") from error
 
 
 class FillableModel(Protocol):
@@ -55,23 +76,19 @@ def fill_parameters(
             if name == "lm_head.weight":
                 continue
         if (name, shard) in filled:
-            raise ValueError(
-                f"checkpoint tensor {shortened(tensor_name)} comes twice; is a file "
-                f"there under two names?"
+            raise TensorError(
+                tensor_name, "comes twice; is a file there under two names?"
             )
         if name not in parameters and _is_group_index(name):
             if (tensor.diff() < 0).any():
-                raise ValueError(
-                    f"checkpoint tensor {shortened(tensor_name)}: vLLM does not "
-                    f"support groups that are out of order (desc_act=true); quantize "
-                    f"again with desc_act=false"
+                raise TensorError(
+                    tensor_name,
+                    "has groups that are out of order (desc_act=true), which vLLM does "
+                    "not support; quantize again with desc_act=false",
                 )
             continue
         if name not in parameters:
-            raise ValueError(
-                f"checkpoint tensor {shortened(tensor_name)} has no place in "
-                f"{model_name}"
-            )
+            raise TensorError(tensor_name, f"has no place in {model_name}")
         parameter = parameters[name]
         loader = getattr(parameter, "weight_loader", default_weight_loader)
         if model.experts is not None and isinstance(shard, tuple):
@@ -87,9 +104,9 @@ def fill_parameters(
         try:
             loader(parameter, tensor, *part)
         except (AssertionError, RuntimeError) as error:
-            raise ValueError(
-                f"checkpoint tensor {shortened(tensor_name)} of shape "
-                f"{list(tensor.shape)} does not fit {name}: {error}"
+            shape, reason = list(tensor.shape), " ".join(str(error).split())
+            raise TensorError(
+                tensor_name, f"of shape {shape} does not fit {name}: {cut(reason)}"
             ) from error
         filled.add((name, shard))
     # The others: GPTQ's consecutive groups, and the zero biases that vLLM gives experts
@@ -177,9 +194,8 @@ def _check_expert(
         and tensor_name.endswith(".weight")
     )
     if is_projection and list(tensor.shape) != expected:
-        raise ValueError(
-            f"checkpoint tensor {shortened(tensor_name)} has the shape "
-            f"{list(tensor.shape)}, not {expected}"
+        raise TensorError(
+            tensor_name, f"has the shape {list(tensor.shape)}, not {expected}"
         )
 
 

@@ -15,6 +15,7 @@ from pydantic import (
     Field,
     ValidationError,
     create_model,
+    field_validator,
     model_validator,
 )
 
@@ -28,10 +29,18 @@ from dllm_engine.families import (
     ModelFamily,
 )
 from dllm_engine.model_name import has_word
-from dllm_engine.text import cut, explain, is_finite_number, shortened
+from dllm_engine.text import (
+    cut,
+    explain,
+    is_finite_number,
+    is_token_ids,
+    shortened,
+)
 
-# No model comes near this bound; it keeps a damaged file from asking for all memory.
+# No model comes near these bounds; they keep a damaged file from asking for all memory
+# and time.
 Size = Annotated[int, Field(ge=1, le=1 << 24)]
+Layers = Annotated[int, Field(ge=1, le=1024)]
 Epsilon = Annotated[float, Field(gt=0, lt=1)]
 RopeBase = Annotated[float, Field(gt=1)]
 WeightType = Annotated[
@@ -41,8 +50,16 @@ WeightType = Annotated[
 Off = Literal[False] | None
 Count = Annotated[int, Field(ge=0, le=1 << 24)]
 
+
+def _token_ids(value: object) -> object:
+    if value is not None and not is_token_ids(value):
+        raise ValueError("must be the id of a token, or a list of ids")
+    return value
+
+
+TokenIds = Annotated[int | list[int] | None, BeforeValidator(_token_ids)]
+
 _WITHOUT_EFFECT = (
-    "auto_map",
     "name_or_path",
     "tokenizer_class",
     "attn_implementation",
@@ -75,6 +92,8 @@ _ROPE_KEYS = (
 )
 """Keys of RoPE's tables that are implemented."""
 _ROPE_NUMBERS = {*_ROPE_KEYS} - {"rope_type", "truncate"}
+_LONGEST_NAME = 100
+"""Characters of the name of a quantization method."""
 _MOST_KEYS = 10
 """Unknown keys that an error names."""
 _ROPE_TYPES = ("default", "linear", "dynamic", "yarn")
@@ -106,6 +125,7 @@ class CheckpointKeys(BaseModel):
     architectures: list[str] | None = None
     dtype: WeightType | None = None
     torch_dtype: WeightType | None = None
+    auto_map: dict[str, str | list[str | None]] = Field(default_factory=dict)
     quantization_config: dict[str, Any] | None = None
     vocab_size: Size
     rms_norm_eps: Epsilon
@@ -117,8 +137,16 @@ class CheckpointKeys(BaseModel):
     """
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] | None = None
     mask_token_id: Count | None = None
-    end_of_turn_token_id: int | list[int] | None = None
-    eos_token_id: int | list[int] | None = None
+    end_of_turn_token_id: TokenIds = None
+    eos_token_id: TokenIds = None
+
+    @field_validator("quantization_config")
+    @classmethod
+    def _named_method(cls, stated: dict[str, Any] | None) -> dict[str, Any] | None:
+        method = "" if stated is None else stated.get("quant_method")
+        if not isinstance(method, str) or len(method) > _LONGEST_NAME:
+            raise ValueError("quant_method must be the name of a quantization method")
+        return stated
 
     @model_validator(mode="after")
     def _of_the_family(self) -> Self:
@@ -126,7 +154,10 @@ class CheckpointKeys(BaseModel):
         if stated is not None and not {*stated} & self.family.architectures:
             known = [
                 repr(family.architecture)
-                for family in FAMILIES.values()
+                for family in {
+                    **FAMILIES,
+                    self.family.architecture: self.family,
+                }.values()
                 if family.model_type == model_type
             ]
             raise ValueError(
@@ -309,7 +340,7 @@ class LLaDAKeys(CheckpointKeys):
     d_model: Size = 4096
     n_heads: Size = 32
     n_kv_heads: Size | None = None
-    n_layers: Size = 32
+    n_layers: Layers = 32
     mlp_hidden_size: Size | None = None
     mlp_ratio: Size = 4
     vocab_size: Size = 126_464
@@ -333,7 +364,7 @@ class TransformersKeys(CheckpointKeys):
     """Keys of all other families, by the names that transformers gives them."""
 
     hidden_size: Size
-    num_hidden_layers: Size
+    num_hidden_layers: Layers
     num_attention_heads: Size
     num_key_value_heads: Size | None = None
     head_dim: Size | None = None
@@ -437,7 +468,7 @@ class LLaDA2Keys(DenseKeys):
     num_experts_per_tok: Size = 8
     moe_intermediate_size: Size = 512
     num_shared_experts: Count | None = 1
-    first_k_dense_replace: Count = 1
+    first_k_dense_replace: Annotated[int, Field(ge=0, le=1024)] = 1
     n_group: Size = 8
     topk_group: Size = 4
     routed_scaling_factor: Annotated[float, Field(gt=0)] = 2.5

@@ -26,17 +26,12 @@ from dllm_engine.model_executor.loading.files import token_id
 from dllm_engine.model_executor.models.config_keys import SCHEMAS, CheckpointKeys
 from dllm_engine.model_name import has_word, own_name
 from dllm_engine.options import OPTIONS_KEY
-from dllm_engine.text import cut, shortened
+from dllm_engine.text import cut, one_line, shortened
 
-_KEPT_KEYS = {
-    *PretrainedConfig().to_dict(),
-    *GenerationConfig().to_dict(),
-    "name_or_path",
-    OPTIONS_KEY,
-}
-"""Keys that ``PretrainedConfig`` keeps or leaves to ``generation_config.json``; none
-says what a model computes.
-"""
+_KEPT_KEYS = ("name_or_path", "_name_or_path", OPTIONS_KEY)
+"""Keys beside a schema's that a config keeps."""
+_LEFT_OUT_KEYS = {*PretrainedConfig().to_dict(), *GenerationConfig().to_dict()}
+"""Keys of any model that transformers knows; none says what a model computes."""
 
 
 class Config(PretrainedConfig):
@@ -51,7 +46,7 @@ class Config(PretrainedConfig):
         super().__init_subclass__(**arguments)
         cls.__init__ = Config.__init__  # type: ignore[method-assign] # transformers makes one of the annotations
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, /, **values: Any) -> None:
         """Raises ``ValueError`` naming the file, the key, its value and what
         it may be.
         """
@@ -126,7 +121,7 @@ class Config(PretrainedConfig):
         it; raises as ``__init__``.
         """
         self.schema.read(
-            self._without_kept(vars(self)),
+            self._of_schema(vars(self)),
             _source(self._stated),
             _model_name(self._stated),
         )
@@ -160,17 +155,23 @@ class Config(PretrainedConfig):
                 f"{source}: model_type={model_type!r}, but the file is of "
                 f"model_type={self.model_type!r}"
             )
-        own = self._told_by_tokenizer(values) | self._without_kept(values)
+        own = self._told_by_tokenizer(values) | self._of_schema(values)
         stated = self.schema.read(own, source, _model_name(values))
         self.__dict__.clear()
-        kept = {name: value for name, value in values.items() if name not in own}
-        kept |= {
-            "dtype": stated.dtype or stated.torch_dtype,
-            "architectures": [self.schema.family.architecture],
-        }
-        super().__init__(**kept)
+        kept = {name: values[name] for name in _KEPT_KEYS if name in values}
+        super().__init__(
+            **kept,
+            dtype=stated.dtype or stated.torch_dtype,
+            architectures=[self.schema.family.architecture],
+        )
         for name, value in stated.model_dump(
-            exclude={"dtype", "torch_dtype", "architectures", "rope_scaling"}
+            exclude={
+                "architectures",
+                "auto_map",
+                "dtype",
+                "rope_scaling",
+                "torch_dtype",
+            }
         ).items():
             setattr(self, name, value)
         self._stated = values
@@ -181,12 +182,13 @@ class Config(PretrainedConfig):
         token = token_id(folder, mask) if mask is not None and folder else None
         return {} if token is None else {"mask_token_id": token}
 
-    def _without_kept(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        fields = self.schema.model_fields
+    def _of_schema(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The values that the schema reads, or refuses."""
+        fields, others = self.schema.model_fields, {*_KEPT_KEYS, *_LEFT_OUT_KEYS}
         return {
             name: value
             for name, value in values.items()
-            if name in fields or name not in _KEPT_KEYS
+            if name in fields or name not in others
         }
 
     def _remove_keys_not_serialized(self, d: dict[str, Any]) -> None:
@@ -194,11 +196,9 @@ class Config(PretrainedConfig):
         d.pop("_stated", None)
 
 
-def _config_class(family: ModelFamily) -> type[Config]:
-    members: dict[str, Any] = {
-        "model_type": family.model_type,
-        "schema": SCHEMAS[family.architecture],
-    }
+def config_class_for(family: ModelFamily, schema: type[CheckpointKeys]) -> type[Config]:
+    """The config class of a family, whose keys are those of ``schema``."""
+    members: dict[str, Any] = {"model_type": family.model_type, "schema": schema}
     members |= {"attribute_map": dict(family.key_names), "__module__": __name__}
     if "qk_layernorm" not in family.key_names:
         members["qk_layernorm"] = family.qk_norm
@@ -210,7 +210,8 @@ def _config_class(family: ModelFamily) -> type[Config]:
 
 
 CONFIG_CLASSES = {
-    architecture: _config_class(family) for architecture, family in FAMILIES.items()
+    architecture: config_class_for(family, SCHEMAS[architecture])
+    for architecture, family in FAMILIES.items()
 }
 globals().update(
     {config.__name__: config for config in CONFIG_CLASSES.values()}
@@ -289,6 +290,24 @@ def config_class_of(values: Mapping[str, Any]) -> type[Config] | None:
     if not candidates or candidates[0].model_type in _SHARED_TYPES:
         return None
     return candidates[0]
+
+
+def stated_config(model: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of config.json, from a folder or from Hugging Face, downloaded as
+    vLLM would.
+    """
+    if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
+        raise ValueError(
+            f"{model} holds no config.json; name the folder of a checkpoint"
+        )
+    try:
+        return PretrainedConfig.get_config_dict(
+            model, revision=arguments.get("revision"), token=arguments.get("hf_token")
+        )[0]
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"config.json of model {model!r} cannot be read: {one_line(error)}"
+        ) from None
 
 
 def parse_config(values: Mapping[str, Any], model: str) -> Config:

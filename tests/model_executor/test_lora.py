@@ -102,6 +102,9 @@ def test_weights_are_those_merged_by_hand(engines, request, tmp_path, model):
         ({"use_rslora": True}, (6 / math.sqrt(3), 6 / math.sqrt(3))),
         ({"alpha_pattern": {"blocks.0.q_proj": 12}}, (12 / 3, 6 / 3)),
         ({"alpha_pattern": {r"blocks\.1\.\w+": 12}}, (6 / 3, 12 / 3)),
+        ({"alpha_pattern": {r"^model.*\.0\.q_proj": 12}}, (12 / 3, 6 / 3)),
+        ({"alpha_pattern": {"^q_proj": 9, "q|v_proj": 12}}, (6 / 3, 12 / 3)),
+        ({"alpha_pattern": {"(.*)*x": 9, "(([a-z._]|[0-1])+)+V": 9}}, (6 / 3, 6 / 3)),
         ({"r": 64, "rank_pattern": {".*": 3}}, (6 / 3, 6 / 3)),
     ],
 )
@@ -122,6 +125,21 @@ def test_the_sum_is_rounded_once(tiny_llada, tmp_path):
     ((_, merged),) = adapter.merged([(f"{LLADA[0]}.weight", weight)], whole=True)
     assert torch.equal(
         merged, (weight.double() + 2 * b.double() @ a.double()).bfloat16()
+    )
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e30], ids=str)
+def test_an_update_that_is_not_finite_is_named(tiny_llada, tmp_path, value):
+    """Also one that is not once it is multiplied."""
+    file = write_adapter(tmp_path, tiny_llada, LLADA[:1]) / "adapter_model.safetensors"
+    tensors = load_file(file)
+    for tensor in tensors.values():
+        tensor[0, 0] = value
+    save_file(tensors, file)
+    refuse(
+        tiny_llada,
+        f"{file}: '{LLADA[0]}.weight' with its update holds NaN or infinity",
+        lora_path=str(tmp_path),
     )
 
 
@@ -148,6 +166,12 @@ def test_weights_that_come_in_parts_need_not_hold_all(tiny_llada, tmp_path):
         ({"rank_pattern": [3]}, ("rank_pattern=[3] must be an object",)),
         ({"alpha_pattern": "q_proj"}, ("alpha_pattern='q_proj' must be an object",)),
         ({"alpha_pattern": {"(": 3}}, ("alpha_pattern['('] is no regular expression",)),
+        ({"alpha_pattern": {"(.*a.{20})": 3}}, ("['(.*a.{20})'] matches too many",)),
+        ({"rank_pattern": {"(a|b)" * 300: 3}}, ("is longer than 1000 characters",)),
+        (
+            {"rank_pattern": {f"(a{i}|b)": 3 for i in range(101)}},
+            ("rank_pattern has 101 regular expressions, at most 100",),
+        ),
         (
             {"alpha_pattern": {".*": "3"}},
             ("alpha_pattern['.*']='3' must be a finite number",),
@@ -314,6 +338,7 @@ def test_checkpoints_that_take_no_adapter_are_refused_by_name(tiny_llada, tmp_pa
             write("llada", tmp_path / "tied", weight_tying=True), lora_path=head
         )
     quantized = {"quant_method": "gptq", "bits": 8, "group_size": 32, "desc_act": False}
+    quantized["sym"] = True
     with pytest.raises(ValueError, match="is quantized; merge the adapter"):
         start_engine(
             write("llada", tmp_path, quantization_config=quantized),

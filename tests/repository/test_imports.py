@@ -94,7 +94,12 @@ DECODING = (
 ALLOWED = {KERNELS: (KERNELS,), SCHEDULER: (SCHEDULER, CACHE_METHODS, *SHARED)}
 ALLOWED["dllm_engine.decoding"] = DECODING[:3]
 PAGE_DEMAND = "dllm_engine.cache_methods.page_demand"
+EXPRESSIONS = (
+    "dllm_engine.structured_output.compiler",
+    "dllm_engine.structured_output.python_regex",
+)
 ALLOWED[MODEL_EXECUTOR] = (KERNELS, SCHEDULER, MODEL_EXECUTOR, PAGE_DEMAND, *SHARED)
+ALLOWED[MODEL_EXECUTOR] += EXPRESSIONS  # of the modules that an adapter changes
 ALLOWED[CACHE_METHODS] = (CACHE_METHODS, KERNELS, MODEL_EXECUTOR, *DECODING)
 RULES = "dllm_engine.unmasking_rules"
 ALLOWED[RULES] = (RULES, f"{MODEL_EXECUTOR}.unmasking", *SHARED)

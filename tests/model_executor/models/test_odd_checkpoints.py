@@ -5,12 +5,14 @@ and what is wrong in it.
 import json
 import os
 import re
+import shutil
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dllm_engine.demo import model_path
 from dllm_engine.model_executor.loading.files import check_files, check_safetensors
 from dllm_engine.model_executor.models.configs import parse_config
 from tests.support import tiny_checkpoints
@@ -62,7 +64,9 @@ def test_a_size_that_is_none_is_named(config, key, value):
                 "weight_tying": "no",
             },
         ),
-        (LLADA, {"mask_token_id": "<mask>"}),
+        (LLADA, {"mask_token_id": "<mask>", "auto_map": 5, "self": 1}),
+        (DREAM, {"eos_token_id": -1, "end_of_turn_token_id": "x"}),
+        (LLADA, {"quantization_config": {"quant_method": 5}}),
         (LLADA, {"torch_dtype": "float33", "architectures": "LLaDAModelLM"}),
         (LLADA, {"rms_norm_eps": 0, "rope_theta": float("inf"), "mask_token_id": -1}),
         (DREAM, {"rms_norm_eps": float("nan"), "rope_scaling": "yarn", "dtype": "16"}),
@@ -167,6 +171,11 @@ def test_a_config_without_a_mask_token_is_no_diffusion_models(config):
         parse_config(without(config, "mask_token_id"), "folder").check()
 
 
+def test_keys_that_no_model_reads_may_hold_anything():
+    read = parse_config(LLADA | {"id2label": 5, "is_encoder_decoder": "x"}, "folder")
+    assert read.to_dict() == parse_config(LLADA, "folder").to_dict()
+
+
 def test_the_architecture_may_be_left_out():
     assert parse_config(without(DREAM, "architectures"), "folder").architectures == [
         "DreamModel"
@@ -267,6 +276,15 @@ def text_of(name, text):
             text_of("config.json", json.dumps(LLADA | {"model_type": "m" * 1_000_000})),
             ("is not a supported",),
         ),
+        (
+            text_of(
+                "config.json",
+                json.dumps(
+                    LLADA | {"quantization_config": {"quant_method": "q" * 1_000_000}}
+                ),
+            ),
+            ("config.json: quantization_config=", "must be the name of a"),
+        ),
         (text_of("config.json", "[7]"), ("config.json", "must hold a JSON object")),
         (text_of("config.json", '{"a":' * 100_000), ("config.json", "too deeply")),
         (
@@ -306,13 +324,18 @@ def text_of(name, text):
             ("generation_config.json", "eos_token_id='x'"),
         ),
         (
-            text_of("tokenizer.json", "{}"),
-            ("tokenizer.json", "model=None must be an object"),
+            text_of("generation_config.json", '{"presence_penalty": "x"}'),
+            ("generation_config.json", "presence_penalty='x'"),
         ),
         (
-            text_of("tokenizer_config.json", '{"tokenizer_class": 5}'),
-            ("tokenizer_config.json", "tokenizer_class=5"),
+            text_of("generation_config.json", '{"frequency_penalty": NaN}'),
+            ("generation_config.json", "frequency_penalty=nan"),
         ),
+        (
+            text_of("generation_config.json", '{"do_sample": 1, "pad_token_id": "x"}'),
+            ("generation_config.json", "pad_token_id='x' cannot be read: TypeError"),
+        ),
+        (text_of("config.json", r'{"x": "\ud800"}'), ("config.json", "surrogates")),
         (
             text_of("special_tokens_map.json", "[1]"),
             ("special_tokens_map.json", "must hold a JSON object"),
@@ -350,25 +373,125 @@ def test_a_damaged_file_is_named_in_a_short_sentence(tmp_path, damage, fragments
     assert len(str(caught.value)) < 1000
 
 
-def test_more_layers_than_the_weights_have_are_refused_before_they_are_made(tmp_path):
-    folder = tiny_checkpoints.write("llada", tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"n_layers": 1 << 24}))
-    with pytest.raises(
-        ValueError, match=r"config\.json: n_layers=16777216, but the weights have 2"
-    ):
+def with_keys(folder, **stated):
+    """Change keys of a folder's config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | stated))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("tokenizer.json", "{}", "KeyError: 'added_tokens'"),
+        ("tokenizer.json", '{"added_tokens": 5}', "TypeError: 'int' object is not"),
+        ("tokenizer_config.json", '{"tokenizer_class": 5}', ""),
+        ("tokenizer_config.json", '{"pad_token": 5}', "Special token pad_token"),
+        ("tokenizer_config.json", '{"padding_side": "\\n"}', "Padding side should"),
+    ],
+)
+def test_a_damaged_file_of_a_tokenizer_is_named(tmp_path, name, text, reason):
+    folder = shutil.copytree(model_path("demo"), tmp_path / "model")
+    (folder / name).write_text(text)
+    with pytest.raises(ValueError, match=f"{folder / name} cannot be read: ") as caught:
+        start_engine(folder, skip_tokenizer_init=False)
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("stated", "reason"),
+    [
+        ({"quant_method": "x"}, "Unknown quantization method: x"),
+        ({"quant_method": "awq", "bits": 0, "group_size": 32}, "bits"),
+        ({"quant_method": "awq", "bits": 4, "dynamic": 5}, "AttributeError"),
+    ],
+)
+def test_quantization_that_vllm_cannot_read_is_named(tmp_path, stated, reason):
+    folder = tiny_checkpoints.write("llada", tmp_path, quantization_config=stated)
+    with pytest.raises(ValueError) as caught:
         start_engine(folder)
+    assert f"{folder}/config.json: quantization_config=" in str(caught.value)
+    assert reason in str(caught.value)
+    assert len(str(caught.value)) < 1000
 
 
-def test_layers_are_counted_not_taken_from_the_highest_number(tmp_path):
+@pytest.mark.parametrize(
+    ("num_layers", "message"),
+    [
+        (1000, r"n_layers=1000, but the weights have 3"),
+        (1 << 24, "n_layers=16777216: Input should be less than or equal to 1024"),
+    ],
+)
+def test_more_layers_than_the_weights_have_are_refused_before_they_are_made(
+    tmp_path, num_layers, message
+):
+    """Layers are counted, not taken from the highest number."""
+
     def add_last(tensors):
-        tensors["model.transformer.blocks.16777215.q_proj.weight"] = torch.ones(1)
+        tensors["model.transformer.blocks.999.q_proj.weight"] = torch.ones(1)
 
     folder = tiny_checkpoints.write("llada", tmp_path, edit=add_last)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"n_layers": 1 << 24}))
+    with pytest.raises(ValueError, match=rf"config\.json: {message}"):
+        start_engine(with_keys(folder, n_layers=num_layers))
+
+
+GUIDE_DAMAGES = [
+    ({"num_hidden_layers": 1 << 24}, "num_hidden_layers=16777216: Input should be"),
+    ({"num_hidden_layers": 1000}, "num_hidden_layers=1000, but the weights have 2"),
+    ({"vocab_size": 1 << 30}, "vocab_size=1073741824: Input should be less"),
+    ({"vocab_size": 1 << 24}, "vocab_size=16777216 × hidden_size=64 is more than the"),
+    ({"num_attention_heads": 0}, "num_attention_heads=0: Input should be greater"),
+    ({"hidden_size": "x"}, "hidden_size='x': Input should be a valid integer"),
+    ({"intermediate_size": -1}, "intermediate_size=-1: Input should be greater"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan: Input should be a finite"),
+    ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, only 'silu'"),
+    ({"quantization_config": {"quant_method": "gptq"}}, "is not supported, only None"),
+    ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_type='linear'"),
+]
+
+
+@pytest.mark.parametrize(("stated", "message"), GUIDE_DAMAGES, ids=str)
+def test_a_guides_config_is_checked_as_the_models_is(
+    tiny_llada, tmp_path, stated, message
+):
+    guide = with_keys(tiny_checkpoints.write_guide(tmp_path), **stated)
+    with pytest.raises(ValueError) as caught:
+        start_engine(tiny_llada, guide_model=str(guide))
+    assert f"{guide}/config.json: " in str(caught.value)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_integer_weights_of_a_guide_are_named(tiny_llada, tmp_path):
+    guide = tiny_checkpoints.write_guide(tmp_path)
+    edit_weights(guide, as_integers)
+    with pytest.raises(ValueError, match=rf"{guide}/model\.safetensors: .*of type I32"):
+        start_engine(tiny_llada, guide_model=str(guide))
+
+
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        ({"n_layers": 1 << 24}, "n_layers=16777216"),
+        (
+            {"vocab_size": 1 << 24, "embedding_size": 1 << 24, "d_model": 1 << 16},
+            "its sizes make weights of .*TiB",
+        ),
+    ],
+)
+def test_random_weights_fit_the_machine(tmp_path, stated, message):
+    folder = with_keys(tiny_checkpoints.write("llada", tmp_path), **stated)
+    with pytest.raises(ValueError, match=rf"{folder}/config\.json: {message}"):
+        start_engine(folder, load_format="dummy")
+
+
+def test_a_tensor_in_two_files_is_named_with_both(tmp_path):
+    folder = tiny_checkpoints.write("llada", tmp_path)
+    copy = folder / "pytorch.safetensors"
+    copy.write_bytes((folder / "model.safetensors").read_bytes())
     with pytest.raises(
-        ValueError, match=r"config\.json: n_layers=16777216, but the weights have 3"
+        ValueError, match=rf"{copy} holds the tensor '.*', as model\.safetensors does"
     ):
         start_engine(folder)
 
@@ -388,9 +511,7 @@ def test_layers_are_counted_not_taken_from_the_highest_number(tmp_path):
 def test_sizes_beyond_all_weights_are_refused_before_memory_is_taken(
     tmp_path, family, key
 ):
-    folder = tiny_checkpoints.write(family, tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {key: 1 << 24}))
+    folder = with_keys(tiny_checkpoints.write(family, tmp_path), **{key: 1 << 24})
     with pytest.raises(
         ValueError,
         match=rf"config\.json: .*{key}=16777216.* is more than the \d+ numbers",
