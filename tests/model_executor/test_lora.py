@@ -337,8 +337,8 @@ def test_checkpoints_that_take_no_adapter_are_refused_by_name(tiny_llada, tmp_pa
         start_engine(
             write("llada", tmp_path / "tied", weight_tying=True), lora_path=head
         )
-    quantized = {"quant_method": "gptq", "bits": 8, "group_size": 32, "desc_act": False}
-    quantized["sym"] = True
+    quantized = {"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": True}
+    quantized["desc_act"] = False
     with pytest.raises(ValueError, match="is quantized; merge the adapter"):
         start_engine(
             write("llada", tmp_path, quantization_config=quantized),
