@@ -14,7 +14,7 @@ from dllm_engine.decoding.page_layout import GuideShape, PoolGeometry, head_dim_
 from dllm_engine.decoding.spec import CacheOptions
 from dllm_engine.demo import DEMO_GUIDE_DIR, DEMO_MODEL
 from dllm_engine.families import ModelFamily
-from dllm_engine.text import choices, explain
+from dllm_engine.text import choices, explain, shortened
 
 OPTIONS_KEY = "dllm"
 """Key of our options in ``additional_config``, and of defaults of requests in a

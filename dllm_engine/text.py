@@ -168,3 +168,9 @@ def is_finite_number(value: object) -> bool:
         return math.isfinite(value)
     except OverflowError:
         return False
+
+
+def is_token_ids(value: object) -> bool:
+    """Return True for the id of a token, or a list of ids."""
+    ids = value if isinstance(value, list) else [value]
+    return all(type(number) is int and 0 <= number < 1 << 24 for number in ids)
