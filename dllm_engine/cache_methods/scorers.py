@@ -59,10 +59,10 @@ class Scorer(NamedTuple):
     """
     needs_lse: bool = True
     num_recent: Callable[[torch.Tensor], torch.Tensor] = torch.zeros_like
-    """``num_recent(kept)``: how many of the ``kept`` tokens of a head of ``maskkv`` are
+    """``num_recent(kept)``: how many of the ``kept`` tokens of a head with a budget are
     the last ones of the prompt, whatever they score."""
     pool_kernel_size: int = 1
-    """Width of the max-pooling over the scores of the other tokens in ``maskkv``."""
+    """Width of the max-pooling over the scores of the other tokens of a head with a budget."""
 
 
 def mean_query(layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:

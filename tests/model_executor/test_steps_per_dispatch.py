@@ -29,13 +29,12 @@ asked = partial(DiffusionParams, gen_length=24, block_length=8, ignore_eos=True)
 @pytest.fixture
 def engine(engines, tiny_llada):
     def make(method, **options):
-        traced = method != "es_dllm"  # whose trace needs every step
         return engines(
             tiny_llada,
             cache_method=method,
             cache_options=options,
             page_size=8,
-            trace=traced,
+            trace=True,
         )
 
     return make

@@ -55,9 +55,12 @@ class MaskKVOptions(AdaptiveOptions):
     }
 
     response_refresh_interval: int = Field(default=5, ge=1)
-    """As in ``dllm_cache``."""
+    """Forward passes, or tokens, from one computation of the response to
+    the next (Kr).
+    """
     refresh_first_layer: bool = False
-    """As in ``dllm_cache``."""
+    """Recompute the whole response in the first layer in every pass, as dLLM-Cache's
+    code does."""
     kv_budget: int | None = Field(default=256, ge=0)
     """Prompt tokens that a KV head of a layer retains, on average (B̄). None:
     ``retention_ratio`` alone decides. A prompt within the budget is retained whole."""
