@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from dllm_engine.batch import prompt_tokens, read_input, settings_digest
-from dllm_engine.decisions.asking import fields_by_question
 from dllm_engine.decisions.openai_form import read_input as read_messages
 from dllm_engine.decisions.openai_form import read_question
 from dllm_engine.decisions.questions import Question, QuestionError
@@ -149,6 +148,9 @@ class QuestionTask(Task):
 
     def score(self, engine: MeasuredEngine, decoding: dict[str, Any]) -> Result:
         """The share of right answers, its calibration and Brier score."""
+        # Here, so that the command line does not load vLLM.
+        from dllm_engine.decisions.asking import fields_by_question
+
         unused = decoding.keys() - {"gen_length", "seed"}
         if unused:
             raise ValueError(
