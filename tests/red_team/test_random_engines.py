@@ -14,7 +14,6 @@ import pytest
 from dllm_engine import DiffusionParams
 from dllm_engine.cache_methods import CACHE_METHODS
 from dllm_engine.families import Attention
-from dllm_engine.request_options.fields import END_OPTIONS
 from dllm_engine.request_options.unmasking import PARALLEL_OPTIONS
 from tests.support.engines import assert_nothing_left, generate, scheduler_of
 from tests.support.plans import draw_cache_options
@@ -64,6 +63,8 @@ MODELS: dict[Attention, list[str]] = {
     "block_causal": ["tiny_sdar", "tiny_llada2", "tiny_a2d_bd3lm"],
 }
 """Fixtures of checkpoints."""
+
+END_OPTIONS = ("confidence_eos_eot_inf", "logits_eos_inf")
 
 
 @pytest.fixture(scope="session")
