@@ -35,6 +35,7 @@ pytestmark = pytest.mark.slow
 
 NUM_ENGINES, NUM_REQUESTS = 24, 14
 """Two engines of each cache method."""
+END_OPTIONS = ("confidence_eos_eot_inf", "logits_eos_inf")
 GUIDE_DECIDES = (
     *(
         "steps",
@@ -63,8 +64,6 @@ MODELS: dict[Attention, list[str]] = {
     "block_causal": ["tiny_sdar", "tiny_llada2", "tiny_a2d_bd3lm"],
 }
 """Fixtures of checkpoints."""
-
-END_OPTIONS = ("confidence_eos_eot_inf", "logits_eos_inf")
 
 
 @pytest.fixture(scope="session")
