@@ -72,6 +72,19 @@ _SHAPES: dict[str, tuple[ModelFamily, dict[str, Any], tuple[str, ...]]] = {
         {"kind": "bd3lm"},
         families.A2D_QWEN2.checkpoints[1:],
     ),
+    "fast-dllm-v2-7b": (
+        families.FAST_DLLM_V2,
+        {},
+        ("Efficient-Large-Model/Fast_dLLM_v2_7B",),
+    ),
+    "nemotron-8b": (
+        families.NEMOTRON_LABS,
+        {},
+        (
+            "nvidia/Nemotron-Labs-Diffusion-8B",
+            "nvidia/Nemotron-Labs-Diffusion-8B-Base",
+        ),
+    ),
     "open-dcoder-0.5b": (families.OPEN_DCODER, {}, families.OPEN_DCODER.checkpoints),
     "llada2-mini": (
         families.LLADA2,

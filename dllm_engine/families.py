@@ -9,9 +9,10 @@ from typing import Any, Literal
 from dllm_engine.model_name import own_name
 
 ScheduleKind = Literal["uniform", "timestep", "rounded"]
-Attention = Literal["full", "block_causal"]
+Attention = Literal["full", "block_causal", "causal"]
 """Attention of a position. ``full``: the whole canvas. ``block_causal``: its own block
-and the blocks before it, prompt included."""
+and the blocks before it, prompt included. ``causal``: itself and what is before, but
+for positions of the running block, which attend to each other."""
 BlockOrigin = Literal["canvas", "response"]
 """Where blocks that attention goes by are counted from. ``canvas``: its start, so that
 the end of a prompt may lie inside a block. ``response``: its start, in both directions,
@@ -173,6 +174,12 @@ class ModelFamily:
     """Where attention goes by blocks: True if the last one is decoded whole, steps of a
     block are counted as of a whole one, and a confidence of ``threshold`` itself is not
     enough (SDAR's loop, not Stable-DiffCoder's)."""
+    seeds_blocks: bool = False
+    """True if the first position of a block is predicted by the row before it, in the
+    pass that keeps what is before the block (Fast-dLLM v2)."""
+    scales_queries: bool = False
+    """True if RoPE may state ``llama_4_scaling_beta``, by which queries grow with their
+    positions."""
     experts_by_block: bool = False
     """True if the rows of a block of ``default_block_length`` share experts, so that
     blocks have no other length; by the config."""
@@ -242,15 +249,15 @@ class ModelFamily:
     @property
     def has_blocks(self) -> bool:
         """True if attention goes by blocks, in some kind of the family."""
-        kinds = [kind.get("attention") for kind in self.kinds.values()]
-        return "block_causal" in (self.attention, *kinds)
+        kinds = [kind.get("attention", "full") for kind in self.kinds.values()]
+        return any(attention != "full" for attention in (self.attention, *kinds))
 
     @property
     def attention_block(self) -> int | None:
         """The length of the blocks that attention goes by, unless a request names
         another; None: there are none.
         """
-        return self.default_block_length if self.attention == "block_causal" else None
+        return self.default_block_length if self.attention != "full" else None
 
     def longest_canvas(self, max_model_len: int) -> int:
         """Canvas positions of a request of at most so many tokens: the block in which
@@ -584,6 +591,84 @@ OPEN_DCODER = replace(
     special_ids={"mask_token_id": 151_665, "eos_token_id": 151_643},
     other_kind=None,
 )
+FAST_DLLM_V2 = replace(
+    A2D_QWEN2,
+    name="Fast-dLLM v2",
+    model_type="Fast_dLLM_Qwen",
+    architecture="Fast_dLLM_QwenForCausalLM",
+    checkpoints=(
+        "Efficient-Large-Model/Fast_dLLM_v2_1.5B",
+        "Efficient-Large-Model/Fast_dLLM_v2_7B",
+    ),
+    schedule="uniform",
+    shifts_logits=True,
+    attention="block_causal",
+    seeds_blocks=True,
+    mask_token="|<MASK>|",
+    kinds={},
+    key_names={"block_size": "bd_size"},
+    released_defaults={
+        name: {"sub_block_length": 8, "threshold": 0.9}
+        for name in (
+            "Efficient-Large-Model/Fast_dLLM_v2_1.5B",
+            "Efficient-Large-Model/Fast_dLLM_v2_7B",
+        )
+    },
+    defaults=_sizes(
+        151_936,
+        3584,
+        18_944,
+        28,
+        28,
+        32_768,
+        10_000.0,
+        num_key_value_heads=4,
+    ),
+)
+NEMOTRON_LABS = ModelFamily(
+    name="Nemotron-Labs-Diffusion",
+    model_type="nemotron_labs_diffusion",
+    architecture="NemotronLabsDiffusionModel",
+    checkpoints=(
+        "nvidia/Nemotron-Labs-Diffusion-3B",
+        "nvidia/Nemotron-Labs-Diffusion-3B-Base",
+        "nvidia/Nemotron-Labs-Diffusion-8B",
+        "nvidia/Nemotron-Labs-Diffusion-8B-Base",
+        "nvidia/Nemotron-Labs-Diffusion-14B",
+        "nvidia/Nemotron-Labs-Diffusion-14B-Base",
+    ),
+    attention="causal",
+    block_origin="response",
+    whole_blocks=False,
+    seeds_blocks=True,
+    scales_queries=True,
+    names=replace(
+        TRANSFORMERS_NAMES,
+        embedding="encoder.embed_tokens",
+        final_norm="encoder.norm",
+        head="diffusion_head",
+        layers="encoder.layers",
+    ),
+    defaults=_sizes(
+        131_072,
+        4096,
+        14_336,
+        34,
+        32,
+        262_144,
+        1_000_000.0,
+        num_key_value_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-5,
+    ),
+    special_ids={"mask_token_id": 100, "eos_token_id": 11},
+    fixed=_off("attention_bias", "mlp_bias"),
+    without_effect=(
+        *_WINDOW,
+        *("ar_loss_weight", "dlm_loss_weight", "dlm_paradigm"),
+        "dp_varying_mask_ratio",
+    ),
+)
 FAMILIES: dict[str, ModelFamily] = {
     family.architecture: family
     for family in (
@@ -599,6 +684,8 @@ FAMILIES: dict[str, ModelFamily] = {
         A2D_QWEN3,
         A2D_QWEN2,
         OPEN_DCODER,
+        FAST_DLLM_V2,
+        NEMOTRON_LABS,
     )
 }
 

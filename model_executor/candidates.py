@@ -83,14 +83,15 @@ class BatchCandidates:
                 # with shifted logits the window's first step fills it.
                 plan.span.start if batch.computes(index, plan.span) else 0,
                 longest if plan.quota.predicts is None else plan.quota.candidates.size,
+                plan.quota.seeds or canvas.spec.layout.shifts_logits,
             )
             for index, (plan, canvas) in enumerate(zip(plans, canvases, strict=True))
         ]
-        start, canvas_start, first_fed, num_fillable = np.array(per_request)[requests].T
+        start, canvas_start, first_fed, num_fillable, shift = np.array(per_request)[
+            requests
+        ].T
         positions = start + offsets
-        predicting = np.maximum(
-            positions - int(canvases[0].spec.layout.shifts_logits), first_fed
-        )
+        predicting = np.maximum(positions - shift, first_fed)
         # Rows ascend by request and position, and so do these keys.
         keys = (
             np.repeat(np.arange(len(canvases)), batch.sizes) * longest

@@ -238,11 +238,17 @@ class StepBatch(RowBounds):
         specs = [canvas.spec for canvas in self.canvases]
         if any(spec.layout.attention == "full" for spec in specs):
             return None
-        blocks = np.array(
-            [(spec.layout.block_length, spec.layout.lead) for spec in specs]
-        )
-        lengths, leads = np.repeat(blocks, self.sizes, axis=0).T
-        ends = self.host_positions - (self.host_positions + leads) % lengths + lengths
+        blocks = []
+        for spec, plan in zip(specs, self.plans, strict=True):
+            layout = spec.layout
+            causal_stop = 0
+            if layout.attention == "causal":
+                causal_stop = layout.block_start(plan.window.start)
+            blocks.append((layout.attended_length, layout.lead, causal_stop))
+        lengths, leads, causal_stops = np.repeat(blocks, self.sizes, axis=0).T
+        rows = self.host_positions
+        ends = rows - (rows + leads) % lengths + lengths
+        ends = np.where(rows < causal_stops, rows + 1, ends)
         bounds = np.array(self.bounds)
         if np.array_equal(ends[bounds[:-1]], ends[bounds[1:] - 1]):
             return None  # of one block each, which sees all that lies before it

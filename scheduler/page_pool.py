@@ -27,9 +27,11 @@ def prefix_keys(
     page holds depends on all tokens up to the end of the last block that it touches,
     and on where blocks begin."""
     keys = []
-    length, lead = layout.block_length, layout.lead
+    length, lead = layout.attended_length, layout.lead
+    if layout.attention == "causal":
+        length, lead = 1, 0
     for page in pages:
-        block_end = layout.block_start((page + 1) * page_size - 1) + length
+        block_end = layout.final_stop((page + 1) * page_size - 1)
         last = -(-block_end // page_size) - 1
         if last >= len(hashes):
             break

@@ -56,7 +56,9 @@ class PageTables:
         """
         keys: list[BlockHash] = []
         if not state.request.skip_reading_prefix_cache:
-            keys = self._new_keys(state, state.request.num_tokens)
+            # A seed is predicted by a row, so the last one is computed.
+            unseeded = state.request.num_tokens - state.spec.layout.seeds_blocks
+            keys = self._new_keys(state, unseeded)
         shared = self.pages.find(keys, self.geometry.num_layers)
         num_shared = len(shared[0]) if shared else 0
         if self._being_filled.intersection(keys[num_shared : num_shared + 1]):

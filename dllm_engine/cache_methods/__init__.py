@@ -14,7 +14,11 @@ CACHE_METHODS = EntryPointGroup(
     "dllm.cache_methods", CacheMethod, reserved=("all", "auto")
 )
 """By the name that ``cache_method`` takes."""
-DEFAULT_METHODS: dict[Attention, str] = {"full": "none", "block_causal": "block"}
+DEFAULT_METHODS: dict[Attention, str] = {
+    "full": "none",
+    "block_causal": "block",
+    "causal": "block",
+}
 """The method of ``cache_method="auto"`` by kind of attention; both are exact."""
 
 

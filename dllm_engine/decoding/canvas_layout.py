@@ -38,8 +38,8 @@ class CanvasLayout:
     gen_length: int
     block_length: int
     attention: Attention = "full"
-    """``block_causal``: attention by blocks of ``block_length``. The first block of the
-    response begins behind the prompt."""
+    """``block_causal``: attention by blocks of ``attended_length``. The first block of
+    the response begins behind the prompt."""
     block_origin: BlockOrigin = "canvas"
     whole_blocks: bool = True
     """Where attention goes by blocks: True if the canvas ends with a whole block, and
@@ -49,6 +49,12 @@ class CanvasLayout:
     """True if position ``p`` is predicted by row ``p - 1`` (Dream) instead of its own
     row.
     """
+    seeds_blocks: bool = False
+    """True if the first position of a block that attention goes by is predicted by the
+    row before it, before the rest of the block."""
+    attention_block: int | None = None
+    """Length of the blocks that attention goes by, where those that are denoised one
+    after the other are parts of them; None: they are the same."""
     suffix_blocks: int | None = None
     template: tuple[int | None, ...] = ()
     """The response before its first step: given tokens, and None for each mask. Empty:
@@ -66,15 +72,18 @@ class CanvasLayout:
         decoded and never sent.
         """
         stop = self.response_span.stop
-        return (
-            self.blocks_start + self.num_blocks * self.block_length
-            if self.fills_blocks
-            else stop
-        )
+        if not self.fills_blocks:
+            return stop
+        return self.block_start(stop - 1) + self.attended_length
 
     @property
     def is_block_causal(self) -> bool:
-        return self.attention == "block_causal"
+        return self.attention != "full"
+
+    @property
+    def attended_length(self) -> int:
+        """Length of the blocks that attention goes by."""
+        return self.attention_block or self.block_length
 
     @property
     def fills_blocks(self) -> bool:
@@ -85,13 +94,19 @@ class CanvasLayout:
         """Positions that the first block of the canvas lacks of a whole one."""
         if self.block_origin == "canvas":
             return 0
-        return -self.prompt_length % self.block_length
+        return -self.prompt_length % self.attended_length
 
     def block_start(self, position: int) -> int:
         """First canvas position of the block of ``position`` that attention goes by;
         below 0 where the first block is short.
         """
-        return position - (position + self.lead) % self.block_length
+        return position - (position + self.lead) % self.attended_length
+
+    def final_stop(self, position: int) -> int:
+        """End of the positions that the keys and values of a finished one depend on."""
+        if self.attention == "causal":
+            return position + 1
+        return self.block_start(position) + self.attended_length
 
     @cached_property
     def blocks_start(self) -> int:
@@ -100,7 +115,7 @@ class CanvasLayout:
         """
         if not self.is_block_causal:
             return self.prompt_length
-        return self.block_start(self.prompt_length)
+        return self.prompt_length - (self.prompt_length + self.lead) % self.block_length
 
     @property
     def canvas_span(self) -> Span:
@@ -111,7 +126,7 @@ class CanvasLayout:
         that attention does not reach.
         """
         if self.is_block_causal:
-            return Span(0, window.stop)
+            return Span(0, self.from_block_start(window).stop)
         if self.suffix_blocks is None:
             return self.canvas_span
         return Span(
@@ -150,10 +165,11 @@ class CanvasLayout:
         return {}
 
     def from_block_start(self, window: Span) -> Span:
-        """``window``, from the first position of its block on; attention by blocks
-        computes blocks whole.
+        """``window``, from the first position of its block to the last; attention by
+        blocks computes blocks whole.
         """
-        return Span(self.block_start(window.start), window.stop)
+        stop = self.block_start(window.stop - 1) + self.attended_length
+        return Span(self.block_start(window.start), min(stop, self.canvas_length))
 
     def predicting_span(self, blocks: Blocks) -> Span:
         start, stop = self.span_of(blocks)

@@ -76,6 +76,9 @@ class UnmaskQuota:
     """Masked positions that are predicted; None: the candidates. The layer pass
     observes those behind them.
     """
+    seeds: bool = False
+    """True if the candidates are predicted by the rows before them, whatever the
+    family: the first of a block, in the pass that keeps what is before the block."""
     left: int | None = None
     """Masks left after the step, where decided tokens may be taken back; ``count`` is
     then by how many there are fewer. None: decided tokens stay.
@@ -197,6 +200,16 @@ def revises(
     )
 
 
+def begins_with_seed(spec: DecodingSpec, progress: Progress) -> bool:
+    """Return True if a step predicts the first position of a block alone, from the row
+    before it.
+    """
+    layout = spec.layout
+    start = layout.span_of(progress.running).start
+    begins = progress.step == 0 and layout.block_start(start) == start
+    return layout.seeds_blocks and begins and spec.decision is None
+
+
 def unmask_quota(
     spec: DecodingSpec, progress: Progress, window_alone: bool
 ) -> UnmaskQuota:
@@ -221,6 +234,9 @@ def unmask_quota(
         # The guide, or the probabilities of fields, decide how many; schedules have no
         # say.
         return quota
+    if begins_with_seed(spec, progress):
+        seed = Span(window.start, window.start + 1)
+        return UnmaskQuota(seed, 1, 1.0, seeds=True)
     quota.parallel, quota.least = (
         spec.unmasking.parallel,
         spec.schedule.tokens_per_step or 0,

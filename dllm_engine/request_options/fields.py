@@ -73,7 +73,7 @@ def check_exclusions(options: RequestOptions) -> None:
             f"{_shown(counts, ' and ')} both say how many tokens a step unmasks; give "
             f"one"
         )
-    for name, value in given.items():
+    for name, value in options.asked.items():
         for other, because in FACTS[name].excludes:
             if other in given:
                 raise refused(
@@ -91,12 +91,14 @@ def check_attention(options: RequestOptions, family: ModelFamily) -> None:
     by_attention = {
         "full": f"{family.name} attends to the whole canvas",
         "block_causal": f"attention of {family.name} goes by blocks",
+        "causal": f"attention of {family.name} is causal, but within the running block",
     }
     others = {
         "full": "a model that attends to the whole canvas",
         "block_causal": "a model whose attention goes by blocks",
+        "causal": "a model whose attention is causal",
     }
-    for name, value in options.given.items():
+    for name, value in options.asked.items():
         need = FACTS[name].needs_attention
         if need is not None and need.attention != family.attention:
             raise refused(

@@ -1,6 +1,6 @@
 """Options of the canvas: its blocks, and the tokens that are given."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -8,17 +8,50 @@ from dllm_engine.decoding.canvas_layout import CanvasLayout
 from dllm_engine.decoding.unmasking_policies import MOST_TOKENS
 from dllm_engine.options import EngineOptions
 from dllm_engine.request_options.context import RequestContext, refused
-from dllm_engine.request_options.facts import AttentionNeed, Facts, OptionGroup
+from dllm_engine.request_options.facts import (
+    AttentionNeed,
+    Exclusion,
+    Facts,
+    OptionGroup,
+)
 from dllm_engine.text import parsed_json
+
+_ONE_TOKEN = "a token at a time leaves nothing to choose"
 
 
 class LayoutOptions(OptionGroup):
+    decoding: Annotated[
+        Literal["diffusion", "autoregressive"] | None,
+        Facts(
+            default_by="checkpoint",
+            excludes=(
+                Exclusion("block_length", _ONE_TOKEN),
+                Exclusion("steps_per_block", _ONE_TOKEN),
+                Exclusion("tokens_per_step", _ONE_TOKEN),
+            ),
+            needs_attention=AttentionNeed("causal", "no row predicts the next token"),
+            off="diffusion",
+        ),
+    ] = None
+    """``autoregressive``: one token per step, each from the row before it
+    (Nemotron-Labs-Diffusion). Unset: ``diffusion``."""
     block_length: Annotated[int | None, Facts(default_by="checkpoint")] = Field(
         default=None, ge=1, le=MOST_TOKENS
     )
     """Response tokens denoised together, at most ``gen_length``. The last block may be
     shorter. SDAR and LLaDA2 attend by blocks of this length, counted from the prompt's
     first token; it may be longer than the response."""
+    sub_block_length: Annotated[
+        int | None,
+        Facts(
+            default_by="checkpoint",
+            needs_attention=AttentionNeed(
+                "block_causal", "only blocks that attention goes by have parts"
+            ),
+        ),
+    ] = Field(default=None, ge=1, le=MOST_TOKENS)
+    """Parts of a block that are denoised one after the other, from left to right
+    (Fast-dLLM v2); it divides ``block_length``. Each step computes the whole block."""
     suffix_blocks: Annotated[
         int | None,
         Facts(
@@ -71,10 +104,20 @@ def resolve_layout(
         template = decided
     gen_length = len(template) or request.params.max_tokens
     family = request.family
+    block_length = _block_length(request, own, options, gen_length)
+    part = options.sub_block_length or block_length
+    if block_length % part:
+        if own.sub_block_length is not None:
+            raise refused(
+                f"sub_block_length={part} does not divide block_length={block_length}"
+            )
+        part = block_length  # a default for another block length
     return CanvasLayout(
         request.prompt_length,
         gen_length,
-        _block_length(request, own, options, gen_length),
+        part,
+        attention_block=block_length if part < block_length else None,
+        seeds_blocks=family.seeds_blocks,
         attention=family.attention,
         block_origin=family.block_origin,
         whole_blocks=family.whole_blocks,
@@ -119,6 +162,8 @@ def _block_length(
     goes by may be longer.
     """
     family = request.family
+    if options.decoding == "autoregressive":
+        return 1
     block_length = options.block_length or family.block_length_of(gen_length)
     if family.attention == "full" and own.block_length is None:
         block_length = min(block_length, gen_length)

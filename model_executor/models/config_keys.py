@@ -91,7 +91,9 @@ _ROPE_KEYS = (
     "truncate",
 )
 """Keys of RoPE's tables that are implemented."""
-_ROPE_NUMBERS = {*_ROPE_KEYS} - {"rope_type", "truncate"}
+QUERY_SCALE = "llama_4_scaling_beta"
+"""Key of RoPE by which queries grow with their positions, in some families."""
+_ROPE_NUMBERS = {*_ROPE_KEYS, QUERY_SCALE} - {"rope_type", "truncate"}
 _LONGEST_NAME = 100
 """Characters of the name of a quantization method."""
 _MOST_KEYS = 10
@@ -248,11 +250,12 @@ class CheckpointKeys(BaseModel):
                 f"rope_type={shortened(kind)} is not supported, only "
                 f"{', '.join(_ROPE_TYPES)}"
             )
-        if unknown := sorted(rope.keys() - {*_ROPE_KEYS}):
+        known = [*_ROPE_KEYS, *[QUERY_SCALE] * self.family.scales_queries]
+        if unknown := sorted(rope.keys() - {*known}):
             first = unknown[0]
             raise ValueError(
                 f"{cut(first)}={shortened(rope[first])} is not known of RoPE, which "
-                f"may have {', '.join(_ROPE_KEYS)}"
+                f"may have {', '.join(known)}"
             )
         if kind != "default" and not (
             isinstance(factor := rope.get("factor"), int | float) and factor > 0
@@ -539,7 +542,8 @@ def keys_of(family: ModelFamily) -> type[CheckpointKeys]:
     if family.kinds:
         fields["kind"] = (Literal[tuple(family.kinds)] | None, None)
     if family.has_blocks:
-        fields["block_size"] = (Size, family.default_block_length)
+        name = family.key_names.get("block_size", "block_size")
+        fields[name] = (Size, family.default_block_length)
     keys = create_model(f"{family.architecture}Keys", __base__=base, **fields)
     keys.family = family
     return keys

@@ -10,7 +10,7 @@ inside layers.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
@@ -38,7 +38,7 @@ from dllm_engine.families import (
 from dllm_engine.kernels.rotary import rotary_table, rotate_
 from dllm_engine.model_executor.loading.lora import LoraAdapter
 from dllm_engine.model_executor.loading.parameters import fill_parameters
-from dllm_engine.model_executor.models.config_keys import rotary_dim
+from dllm_engine.model_executor.models.config_keys import QUERY_SCALE, rotary_dim
 from dllm_engine.model_executor.models.mlp import (
     ROW_BLOCKS,
     ArgumentsOf,
@@ -57,6 +57,8 @@ class RotaryPhases:
     """Absolute positions in the canvas, int64."""
     table: torch.Tensor
     """``rotary_table`` of the model."""
+    query_scales: torch.Tensor | None = None
+    """Factor of queries at each position, float32 ``[num_positions]``; None: 1."""
     rows: torch.Tensor | None = None
     """Index of each row in ``positions``, int64 ``[num_rows]``; None:
     in their order.
@@ -66,8 +68,16 @@ class RotaryPhases:
         if self.rows is not None:
             rows = self.rows[rows]
         elif isinstance(rows, slice):
-            return RotaryPhases(self.positions[rows], self.table)
-        return RotaryPhases(self.positions, self.table, rows)
+            return replace(self, positions=self.positions[rows])
+        return replace(self, rows=rows)
+
+    @property
+    def row_query_scales(self) -> torch.Tensor | None:
+        """Factor of each row's query, ``[num_rows]``."""
+        if self.query_scales is None:
+            return None
+        rows = self.positions if self.rows is None else self.positions[self.rows]
+        return self.query_scales[rows]
 
 
 class DecoderLayer(nn.Module):
@@ -145,6 +155,9 @@ class DecoderLayer(nn.Module):
             for part, part_heads in zip(turned, split, strict=True):
                 part_heads.mul_(getattr(self, f"{part}_norm").weight)
         rotate_(heads, phases.positions, phases.table, phases.rows)
+        scales = phases.row_query_scales
+        if scales is not None and "q" in turned:
+            split[0].mul_(scales[:, None, None].to(heads.dtype))
         return [*split, *values]
 
     def o_proj(self, attended: torch.Tensor) -> torch.Tensor:
@@ -268,6 +281,18 @@ class DiffusionDecoder(nn.Module):
             self.config, self.max_positions, self.final_norm.weight.device
         )
 
+    @cached_property
+    def query_scales(self) -> torch.Tensor | None:
+        """Factor of queries at each position; None where they do not grow."""
+        rope = self.config.rope_parameters
+        beta = rope.get(QUERY_SCALE)
+        if not beta:
+            return None
+        device = self.final_norm.weight.device
+        positions = torch.arange(self.max_positions, device=device)
+        turns = positions // int(rope["original_max_position_embeddings"])
+        return 1 + beta * torch.log1p(turns.float())
+
     def forward(
         self,
         input_ids: torch.Tensor,
@@ -282,7 +307,7 @@ class DiffusionDecoder(nn.Module):
             return layer_pass(
                 self.layers,
                 self.embed_input_ids(input_ids),
-                RotaryPhases(positions, self.rotary_table),
+                RotaryPhases(positions, self.rotary_table, self.query_scales),
             )
 
     @contextmanager

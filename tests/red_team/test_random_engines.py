@@ -61,7 +61,10 @@ MODELS: dict[Attention, list[str]] = {
         *("tiny_dream", "tiny_dream", "tiny_llada", "tiny_llada_moe"),
         *("tiny_a2d", "tiny_open_dcoder"),
     ],
-    "block_causal": ["tiny_sdar", "tiny_llada2", "tiny_a2d_bd3lm"],
+    "block_causal": [
+        *("tiny_sdar", "tiny_llada2", "tiny_a2d_bd3lm", "tiny_fast_dllm_v2")
+    ],
+    "causal": ["tiny_nemotron_labs"],
 }
 """Fixtures of checkpoints."""
 
@@ -120,7 +123,7 @@ def draw_requests(
     log-probabilities or hold end tokens back, or begin alike."""
     requests, number = [], draw.randrange(1 << 30)
     drawn = random_requests(number, NUM_REQUESTS, model == "tiny_dream")
-    if model in MODELS["block_causal"]:
+    if model not in MODELS["full"]:
         drawn = between_blocks(
             [
                 ([*range(draw.choice([0, 20, 70])), *prompt], asked)

@@ -108,5 +108,7 @@ tiny_stable_diffcoder = checkpoint(
 )  # blocks of 4, of which the last ends with the response
 tiny_a2d = checkpoint("a2d")
 tiny_a2d_bd3lm = checkpoint("a2d_bd3lm")  # blocks of 8, counted from the response
+tiny_fast_dllm_v2 = checkpoint("fast_dllm_v2")  # blocks of 8 that begin with a seed
+tiny_nemotron_labs = checkpoint("nemotron_labs")  # the same, causal before them
 tiny_open_dcoder = checkpoint("open_dcoder")
 tiny_llada2 = checkpoint("llada2")  # blocks of 8, eight experts, a dense layer

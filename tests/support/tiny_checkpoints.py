@@ -165,8 +165,32 @@ CONFIGS["stable_diffcoder"] = CONFIGS["illada"] | {
     "block_size": 4,
     "tie_word_embeddings": False,
 }
-WITH_BIASES = ("DreamModel", "A2DQwen2LMHeadModel", "OpenDcoderForCausalLM")
+WITH_BIASES = (
+    *("DreamModel", "A2DQwen2LMHeadModel", "OpenDcoderForCausalLM"),
+    "Fast_dLLM_QwenForCausalLM",
+)
 """Architectures with biases of queries, keys and values."""
+CONFIGS["fast_dllm_v2"] = CONFIGS["illada"] | {
+    "architectures": ["Fast_dLLM_QwenForCausalLM"],
+    "model_type": "Fast_dLLM_Qwen",
+    "bd_size": 8,
+    "mlp_bias": None,
+}
+CONFIGS["nemotron_labs"] = CONFIGS["sdar"] | {
+    "architectures": ["NemotronLabsDiffusionModel"],
+    "model_type": "nemotron_labs_diffusion",
+    "block_size": 8,
+    "rope_theta": None,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1000000.0,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+}
 ALL_KINDS_OF_EXPERTS: Config = {
     "moe_layer_freq": [0, 1],
     "shared_expert_intermediate_size": 32,
@@ -315,6 +339,11 @@ def write(
     """
     c = CONFIGS[family] | config
     tensors = (_llada_tensors if "d_model" in c else _other_tensors)(c, _Draw(seed))
+    if c["model_type"] == "nemotron_labs_diffusion":
+        names = {"model": "encoder", "lm_head": "diffusion_head"}
+        for name in [*tensors]:
+            first, _, rest = name.partition(".")
+            tensors[f"{names[first]}.{rest}"] = tensors.pop(name)
     if edit is not None:
         edit(tensors)
     folder.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ from dllm_engine.cache_methods.base import CacheMethod, UniformSampler, plan_who
 # asks for that.
 NONE = CacheMethod(
     plan_whole,
-    attention=("full", "block_causal"),
+    attention=("full", "block_causal", "causal"),
     layer_pass="dllm_engine.model_executor.passes.base:DensePass",
     trims_suffix=True,
     sampler=UniformSampler(only_with_delay_eos=True),

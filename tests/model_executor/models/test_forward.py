@@ -21,11 +21,16 @@ FORWARD_CASES = {case["name"]: case for case in reference_cases("forward")}
 
 @torch.inference_mode()
 def dense_logits(
-    llm, *sequences: list[int], block_length: int | None = None, lead: int = 0
+    llm,
+    *sequences: list[int],
+    block_length: int | None = None,
+    lead: int = 0,
+    causal_stop: int = 0,
 ) -> list[torch.Tensor]:
     """Raw logits ``[length, vocabulary]`` of sequences that share one forward pass, on
     the CPU. With ``block_length``, a row sees its own block and those before it; the
-    first block lacks ``lead`` positions."""
+    first block lacks ``lead`` positions. Rows before ``causal_stop`` see none behind
+    them."""
     model, device = runner_of(llm).model, runner_of(llm).device
     sizes = [len(sequence) for sequence in sequences]
     ids = torch.tensor(
@@ -39,6 +44,9 @@ def dense_logits(
         if block_length is None
         else ((positions + lead) // block_length + 1).int() * block_length - lead
     )
+    if limits is not None:
+        causal = (positions + 1).int()
+        limits = torch.where(positions < causal_stop, causal, limits)
     shard = model.compute_logits(
         model(ids, positions, DensePass(RowBounds(sizes, ids.device, limits)))[0]
     )
@@ -58,11 +66,16 @@ def assert_close(
 @pytest.mark.parametrize("name", FORWARD_CASES)
 def test_logits_are_those_of_the_authors_code(engines, reference_checkpoints, name):
     case = FORWARD_CASES[name]
-    llm = engines(reference_checkpoints / case["model"], max_model_len=512)
+    llm = engines(reference_checkpoints / case["model"], max_model_len=256)
     (ids,) = case["input_ids"]
     length = case.get("block_length")
     lead = length - case["first_block_length"] if "first_block_length" in case else 0
-    (logits,) = dense_logits(llm, ids, block_length=length, lead=lead)
+    context = case.get("context_length", 0)
+    if context:
+        length = len(ids)
+    (logits,) = dense_logits(
+        llm, ids, block_length=length, lead=lead, causal_stop=context
+    )
     assert_close(logits[case["full_logits_rows"]], torch.tensor(case["full_logits"]))
     top = logits.topk(8)
     assert_close(top.values, torch.tensor(case["top8_logits"]))
