@@ -1,6 +1,7 @@
 """Facts of a request option beside its type and its meaning, kept by its field."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
@@ -73,6 +74,7 @@ class OptionGroup(BaseModel):
     )
 
     @classmethod
+    @cache
     def facts(cls) -> dict[str, Facts]:
         """The facts of each option."""
         return {name: _facts_of(field) for name, field in cls.model_fields.items()}
@@ -80,7 +82,8 @@ class OptionGroup(BaseModel):
     @property
     def given(self) -> dict[str, Any]:
         """The options that are set."""
-        values = {name: getattr(self, name) for name in type(self).model_fields}
+        named = self.model_fields_set
+        values = {name: getattr(self, name) for name in self.facts() if name in named}
         return {name: value for name, value in values.items() if value is not None}
 
     @property

@@ -65,13 +65,12 @@ def check_exclusions(options: RequestOptions) -> None:
     counts = {name: value for name, value in given.items() if name in COUNT_OPTIONS}
     if len(rules) > 1:
         raise refused(
-            f"{_shown(rules, ' and ')}: a step unmasks by one rule; give one of "
+            f"{_joined(rules)}: a step unmasks by one rule; give one of "
             f"{', '.join(PARALLEL_OPTIONS)}"
         )
     if len(counts) > 1:
         raise refused(
-            f"{_shown(counts, ' and ')} both say how many tokens a step unmasks; give "
-            f"one"
+            f"{_joined(counts)} both say how many tokens a step unmasks; give one"
         )
     for name, value in options.asked.items():
         for other, because in FACTS[name].excludes:
@@ -82,8 +81,8 @@ def check_exclusions(options: RequestOptions) -> None:
                 )
 
 
-def _shown(values: dict[str, Any], separator: str) -> str:
-    return separator.join(f"{name}={value}" for name, value in values.items())
+def _joined(values: dict[str, Any]) -> str:
+    return " and ".join(f"{name}={value}" for name, value in values.items())
 
 
 def check_attention(options: RequestOptions, family: ModelFamily) -> None:
