@@ -75,7 +75,8 @@ def options_with_defaults(
         if own.unmasking in (None, policy.name)
     ]
     suited = {}
-    for name, facts in FACTS.items():
+    for name in options.given:
+        facts = FACTS[name]
         if facts.needs_measure is not None:
             measures = facts.needs_measure.measures
             suited[name] = [each for each in policies if each.measures in measures]
