@@ -32,6 +32,12 @@ COUNTS = (
 """Names of metrics."""
 
 
+_POSITIONS_AT_ONCE = 2048
+"""Of the canvases of a request that the engine has at a time, about; one canvas may be
+longer. More would hold up what other requests compute in the same steps.
+"""
+
+
 class _Counter:
     """Counts of this process since they were last taken."""
 
@@ -145,13 +151,16 @@ async def answer_over_http(
         return _RowResult(_result(output), len(prompt), output.num_cached_tokens or 0)
 
     async def ask_later(number: int) -> _RowResult:
-        return await ask(number, await prompt_of(rows[number]))
+        async with places:
+            return await ask(number, await prompt_of(rows[number]))
 
     results = []
     waiting = []
+    places = asyncio.Semaphore()
     if rows:
         # It tells what is wrong with the model's name or the text.
         prompt = await prompt_of(rows[0])
+        places = asyncio.Semaphore(max(_POSITIONS_AT_ONCE // len(prompt), 1))
         if options.method.keeps_for_good:
             results.append(await ask(0, prompt))  # then its pages can be shared
         else:

@@ -40,6 +40,8 @@ Message = dict[str, Any]
 TEMPLATE_FILE = "decision_template.jinja"
 """In the folder of a checkpoint that brings its own words."""
 _DEFAULT_TEMPLATE = Path(__file__).with_name("prompt.jinja")
+MOST_LABEL_CHARACTERS = 1 << 20
+"""Of all labels of a request; to tokenize so many takes a second or two."""
 _PLACE = "\0"
 """Stands for an answer while a template renders the response."""
 
@@ -171,6 +173,13 @@ class Asking:
 
         Raises ``QuestionError`` for labels that this model cannot write.
         """
+        length = sum(len(label) for each in questions for label in each.labels)
+        if length > MOST_LABEL_CHARACTERS:
+            raise QuestionError(
+                ["questions"],
+                f"their labels have {length} characters, at most "
+                f"{MOST_LABEL_CHARACTERS} are supported; send several requests",
+            )
         asked = [i for i, each in enumerate(questions) if len(each.options) > 1]
         is_joint = self.options.decision_joint if joint is None else joint
         groups = [tuple(asked)] if is_joint and asked else [(i,) for i in asked]
@@ -253,6 +262,12 @@ class Asking:
             calibrated = self.calibration.applied(question.kind, shares)
             answers.append(answered(question, calibrated, mass))
         return answers
+
+
+def check_files(options: EngineOptions, model: str) -> None:
+    """Raise ``ValueError`` for a template or a calibration that cannot be read."""
+    read_template(_template_file(options, model))
+    Calibration.read(options.decision_calibration)
 
 
 def fields_by_question(

@@ -9,7 +9,7 @@ from openai import BadRequestError
 from dllm_engine import Questions
 from dllm_engine.model_executor.constraints.running_decision import RunningDecision
 from tests.support.engines import assert_nothing_left
-from tests.support.http_app import served
+from tests.support.http_app import app_client, refusal, served
 
 TEXT = "Tom lives in Paris. Ida lives in Rome. Ben lives in Oslo."
 CITIES = ("Paris", "Rome", "Oslo")
@@ -228,6 +228,20 @@ def test_labels_that_the_model_cannot_write_are_named(client):
     error = response.json()["error"]
     assert "have the same tokens; start the engine" in error["message"]
     assert error["param"] == "questions[0]"
+
+
+def test_all_labels_together_have_a_limit(client):
+    choices = [{"value": f"{i} " + "x" * 300_000} for i in range(4)]
+    question = {"type": "choice", "instructions": "?", "choices": choices}
+    body = {"model": "demo", "input": "", "questions": [question]}
+    assert "at most 1048576" in refusal(client.post("/v1/decisions", json=body))
+
+
+@pytest.mark.parametrize("option", ["decision_template", "decision_calibration"])
+def test_a_server_does_not_start_without_its_files(option):
+    config = json.dumps({"dllm": {option: "nowhere"}})
+    with pytest.raises(ValueError, match=f"{option}='nowhere'"):
+        app_client("--additional-config", config)
 
 
 def test_a_failure_of_the_engine_is_no_bad_request(client, monkeypatch):

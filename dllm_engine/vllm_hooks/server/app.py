@@ -44,6 +44,7 @@ def extend_app(
         {*authenticate.GUARDED_PREFIX, "/invocations", "/generative_scoring"}
     )
     from dllm_engine.decisions import routes as decisions
+    from dllm_engine.decisions.asking import check_files
     from dllm_engine.evaluation import likelihood_route
 
     # The first would stop an engine without experts. vLLM answers decisions for some
@@ -52,10 +53,11 @@ def extend_app(
     routes[:] = [
         route for route in routes if getattr(route, "path", "") not in replaced
     ]
-    decisions.add_routes(app)
-    likelihood_route.add_route(app)
     options = EngineOptions.from_vllm_config(
         args
     )  # arguments have an ``additional_config`` too
+    check_files(options, args.model)
+    decisions.add_routes(app)
+    likelihood_route.add_route(app)
     if options.playground:
         playground.add_route(app, options, model_config.hf_config.family)
