@@ -58,7 +58,7 @@ def feature_rows(memory: Tensor, width: int) -> Tensor:
 
 
 class ComputedRows(NamedTuple):
-    """What a layer computed of some rows, ``[num_computed_rows, width]`` each."""
+    """Results of a layer for some rows, ``[num_computed_rows, width]`` each."""
 
     attended: Tensor
     """Output of the attention branch."""

@@ -1,4 +1,4 @@
-"""What one rank of an engine has: its model, and where its canvases and pages are."""
+"""The parts of one rank of an engine: its model, its canvases and its pages."""
 
 from dataclasses import dataclass
 

@@ -26,14 +26,14 @@ from dllm_engine.model_executor.unmasking.statistics import required
 
 
 class StepsRun(NamedTuple):
-    """What steps of one batch, run one after the other, have left."""
+    """Steps of one batch that have run one after the other."""
 
     plans: list[dict[str, StepPlan]]
-    """Of each step, by request."""
+    """One dictionary per step, by request."""
     outcomes: list[StepOutcome]
-    """Of each step."""
+    """One per step."""
     results: list[Results]
-    """Of the layer pass, in each step."""
+    """The layer pass's, of each step."""
     answers: list[np.ndarray]
     """Values on the host of what the layer pass ``asked`` after the last step."""
 

@@ -94,7 +94,7 @@ GREEDY = SamplingSettings(0.0, 1.0, 0, False)
 
 
 class Wanted(NamedTuple):
-    """What is wanted of a prediction beside the token and its probability."""
+    """Statistics that are wanted beside a token and its probability."""
 
     measures: Set[Measure] = frozenset()
     """Further confidences."""
@@ -105,7 +105,7 @@ class Wanted(NamedTuple):
 
 
 class Demands(NamedTuple):
-    """What requests demand of the tokens in their rows."""
+    """Demands of requests on the tokens in their rows."""
 
     biased: Sequence[BiasedRows] = ()
     """Rows whose logits are changed before all else but log-probabilities, which stay

@@ -8,7 +8,7 @@ from vllm.v1.request import Request
 
 
 class ClientOutputs:
-    """What each client, a front end, gets after the step in hand."""
+    """Outputs of each client, a front end, after the step in hand."""
 
     def __init__(self, *, tells_ended: bool) -> None:
         """``tells_ended``: clients also get the ids of requests that ended."""

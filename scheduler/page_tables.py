@@ -19,7 +19,7 @@ from dllm_engine.text import readable_size
 
 
 class PageTables:
-    """Which pages the steps of requests read and write. Where the pool shares pages,
+    """Pages that the steps of requests read and write. Where the pool shares pages,
     requests that begin with the same tokens share those that hold them.
     """
 
@@ -157,7 +157,7 @@ class PageTables:
         return self.prefix_stats.reset or not self.shares_prefixes
 
     def take_prefix_stats(self) -> PrefixCacheStats:
-        """What was counted since the last call."""
+        """Take the counts since the last call."""
         taken, self.prefix_stats = self.prefix_stats, PrefixCacheStats()
         return taken
 

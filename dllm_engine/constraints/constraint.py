@@ -51,7 +51,7 @@ class Transitions:
 
 
 class Leeway(NamedTuple):
-    """What reasoning may do at one place of a response."""
+    """Freedom of reasoning at one place of a response."""
 
     go_on: bool = True
     """It need not have ended."""
@@ -113,8 +113,8 @@ class Constraint:
     def within(
         self, leeway: Leeway, sources: np.ndarray, targets: np.ndarray
     ) -> np.ndarray:
-        """Whether each step from one of ``sources`` to one of ``targets`` is within a
-        leeway.
+        """Tell which steps from one of ``sources`` to one of ``targets`` are within a
+        leeway; bool ``[num_steps]``.
         """
         within = np.ones(len(targets), bool)
         if not leeway.go_on:

@@ -35,7 +35,7 @@ _TASK_OPTIONS = {"temperature", "top_p", "top_k", "seed"}
 
 @dataclass(frozen=True)
 class HarnessSettings:
-    """How lm_eval's tasks become requests."""
+    """Settings by which lm_eval's tasks become requests."""
 
     mc_num: int = NUM_SAMPLES
     mc_seed: int = 0

@@ -194,5 +194,5 @@ class AcceptedTexts:
 
 @lru_cache(maxsize=16)
 def accepted_texts(packed: bytes) -> AcceptedTexts:
-    """Those of ``Decision.packed``. Requests with the same fields share them."""
+    """Accepted texts of ``Decision.packed``, shared by requests with the same fields."""
     return AcceptedTexts(unpacked_decision(packed))

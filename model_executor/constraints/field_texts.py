@@ -31,8 +31,8 @@ class Arcs(NamedTuple):
     of the field.
     """
     place: slice
-    """Where the numbers of ``[num_arcs, num_positions]`` are among those
-    of all states.
+    """Place of the numbers of ``[num_arcs, num_positions]`` among those of all
+    states.
     """
 
 
@@ -114,7 +114,7 @@ class FieldLattice:
         widths = np.diff(column_bounds)
         bounds = np.concatenate(([0], np.cumsum(np.diff(arc_bounds) * widths)))
         self.arcs = []
-        """Those from each state."""
+        """Arcs from each state."""
         for state in range(self.num_states):
             arcs = firsts[slice(*arc_bounds[state : state + 2])]
             own_positions = (

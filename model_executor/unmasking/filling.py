@@ -180,7 +180,7 @@ class RequestNumbers:
 
 
 class FillWork(NamedTuple):
-    """What filling in computes, as far as the host decides it; equal work differs in
+    """Work of filling in, as far as the host decides it; equal work differs in
     numbers alone.
     """
 
@@ -199,7 +199,7 @@ class FillWork(NamedTuple):
 
 @dataclass
 class FillInputs:
-    """What filling in reads on the device. All but ``numbers`` is of
+    """Tensors that filling in reads on the device. All but ``numbers`` is of
     ``BatchCandidates``, under the same names.
     """
 

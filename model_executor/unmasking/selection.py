@@ -47,7 +47,7 @@ class Cells(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """How many candidates are chosen whatever a rule says, int64 ``[num_requests]``
+    """Numbers of candidates that are chosen whatever a rule says, int64 ``[num_requests]``
     each; None where no request has such a bound.
     """
 

@@ -138,7 +138,11 @@ def test_a_server_takes_the_method_and_the_option(printed, environ, tmp_path):
     options = ["--cache-method", "key_norm", "--max-model-len", "512", "--trace"]
     server = Server(
         program,
-        *("serve", "demo", *options, "--relative", "0.5"),
+        "serve",
+        "demo",
+        *options,
+        "--relative",
+        "0.5",
         log=tmp_path / "log",
         preloaded=False,
         environment=environ,

@@ -37,29 +37,29 @@ NUM_ENGINES, NUM_REQUESTS = 24, 14
 """Two engines of each cache method."""
 END_OPTIONS = ("confidence_eos_eot_inf", "logits_eos_inf")
 GUIDE_DECIDES = (
-    *(
-        "steps",
-        "steps_per_block",
-        "tokens_per_step",
-        "unmasking",
-        "certainty_sigma",
-        *PARALLEL_OPTIONS,
-    ),
-    *(
-        "block_add_threshold",
-        "delay_eos",
-        "logprobs",
-        "alg_temp",
-        "min_tokens",
-        "logit_bias",
-        *END_OPTIONS,
-    ),
+    "steps",
+    "steps_per_block",
+    "tokens_per_step",
+    "unmasking",
+    "certainty_sigma",
+    *PARALLEL_OPTIONS,
+    "block_add_threshold",
+    "delay_eos",
+    "logprobs",
+    "alg_temp",
+    "min_tokens",
+    "logit_bias",
+    *END_OPTIONS,
 )
 """Options that a guided request cannot have."""
 MODELS: dict[Attention, list[str]] = {
     "full": [
-        *("tiny_dream", "tiny_dream", "tiny_llada", "tiny_llada_moe"),
-        *("tiny_a2d", "tiny_open_dcoder"),
+        "tiny_dream",
+        "tiny_dream",
+        "tiny_llada",
+        "tiny_llada_moe",
+        "tiny_a2d",
+        "tiny_open_dcoder",
     ],
     "block_causal": [
         *("tiny_sdar", "tiny_llada2", "tiny_a2d_bd3lm", "tiny_fast_dllm_v2")

@@ -93,6 +93,7 @@ DECODING = (
 )
 ALLOWED = {KERNELS: (KERNELS,), SCHEDULER: (SCHEDULER, CACHE_METHODS, *SHARED)}
 ALLOWED["dllm_engine.decoding"] = DECODING[:3]
+ALLOWED["dllm_engine.constraints"] = ("dllm_engine.constraints",)
 PAGE_DEMAND = "dllm_engine.cache_methods.page_demand"
 EXPRESSIONS = (
     "dllm_engine.structured_output.compiler",

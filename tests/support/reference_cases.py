@@ -24,9 +24,14 @@ KINDS = (
 ).split()
 """What the files' names begin with."""
 MORE = (
-    *("vanilla_a2d", "infill_a2d", "block_a2d"),
-    *("vanilla_open_dcoder", "infill_open_dcoder"),
-    *("block_fast_dllm_v2", "block_nemotron_labs", "ar_nemotron_labs"),
+    "vanilla_a2d",
+    "infill_a2d",
+    "block_a2d",
+    "vanilla_open_dcoder",
+    "infill_open_dcoder",
+    "block_fast_dllm_v2",
+    "block_nemotron_labs",
+    "ar_nemotron_labs",
 )
 """Files of cases that no plain version decodes."""
 ODD = {"overwrites_known_tokens", "early_stop_finds_eos_in_prompt"}
