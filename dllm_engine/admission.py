@@ -371,7 +371,8 @@ def _named_length(params: SamplingParams) -> int | None:
     """Tokens of the response: as many as are asked for, at most a template's; None
     where the request names none.
     """
-    named = None if isinstance(params.max_tokens, DefaultLength) else params.max_tokens
+    length = params.max_tokens
+    named = None if length is None or isinstance(length, DefaultLength) else int(length)
     if (params.extra_args or {}).get("response_template") is None:
         return named
     length = request_options(params).returned_length or None
@@ -382,7 +383,7 @@ def _default_length(params: SamplingParams, model_config: Any) -> int:
     """Tokens of a response whose request names no length: the model's default. Or twice
     the shortest text that ``structured_outputs`` accepts where that is more, so that
     there is room to say something, unless the server has a limit."""
-    default: int = model_config.override_generation_config["max_new_tokens"]
+    default = int(model_config.override_generation_config["max_new_tokens"])
     automaton = bytes_in(params, CONSTRAINT)
     if automaton is None or model_config.dllm_response_limit is not None:
         return default

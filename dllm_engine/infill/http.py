@@ -56,18 +56,22 @@ async def settle_template(request: Any, serving: Any) -> None:
         set_length(request, length if bound is None else min(bound, length))
 
 
-def template_fields(completion: Any, request: Any, serving: Any) -> dict[str, Any]:
-    """The field ``holes`` of a choice: the text of each hole."""
-    options = _options(getattr(request, "vllm_xargs", None) or {})
-    template = options.response_template
-    if template is None or (tokenizer := serving.renderer.tokenizer) is None:
+def template_fields(
+    completion: Any, options: dict[str, Any], tokenizer: Any
+) -> dict[str, Any]:
+    """The field ``holes`` of a choice: the text of each hole. ``options``: of its
+    request.
+    """
+    given = _options(options)
+    template = given.response_template
+    if template is None or tokenizer is None:
         return {}
     return {
         "holes": filled_in(
             completion.token_ids,
             template,
             tokenizer,
-            with_given=options.return_given is not False,
+            with_given=given.return_given is not False,
         )
     }
 

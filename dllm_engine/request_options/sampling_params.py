@@ -21,10 +21,8 @@ class DefaultLength(int):
     """
 
 
-class LongestLength(int):
-    """Response tokens that a request allows, more than which it does not want. It may
-    shrink.
-    """
+class ResponseLimit(int):
+    """The most response tokens of a server's requests, as its user has set them."""
 
 
 CONSTRAINT = "constraint"

@@ -41,10 +41,14 @@ from dllm_engine.request_options.fields import (
     check_attention,
     with_defaults,
 )
-from dllm_engine.request_options.sampling_params import DEFAULT_GEN_LENGTH
+from dllm_engine.request_options.sampling_params import (
+    DEFAULT_GEN_LENGTH,
+    DefaultLength,
+    ResponseLimit,
+)
 from dllm_engine.stated_sizes import check_sizes
 from dllm_engine.text import assignments, cut, did_you_mean, one_line, shortened
-from dllm_engine.vllm_hooks import input_processor, patch, table
+from dllm_engine.vllm_hooks import patch, table
 from dllm_engine.vllm_hooks.patch import Original
 from dllm_engine.vllm_hooks.refused_settings import SCHEDULER_CLASS, refuse_unsupported
 
@@ -102,7 +106,7 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         # Defaults of requests: the checkpoint's, else greedy as the authors decode, and
         # a bounded length.
         stated = stated_defaults(model_config)
-        defaults = {
+        defaults: dict[str, Any] = {
             "temperature": 0.0,
             "max_new_tokens": DEFAULT_GEN_LENGTH,
             **dict.fromkeys(OTHER_DEFAULTS),
@@ -110,15 +114,16 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         defaults |= {
             name: stated[name] for name in USED_DEFAULTS if stated.get(name) is not None
         }
+        defaults["max_new_tokens"] = DefaultLength(defaults["max_new_tokens"])
         given = checked_defaults(model_config.override_generation_config or {})
         if not hasattr(model_config, "dllm_response_limit"):
             model_config.dllm_response_limit = given.get("max_new_tokens")
+            if model_config.dllm_response_limit is not None:
+                given["max_new_tokens"] = ResponseLimit(given["max_new_tokens"])
         model_config.override_generation_config = defaults | given
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
-        from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-
         keep_our_warnings()  # vLLM has set up logging anew for this engine
         refuse_unsupported(vllm_config)
         model_config = vllm_config.model_config
@@ -189,10 +194,6 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         compilation.custom_ops = (
             ["none"] if current_platform.is_cpu() else ["none", "+quant_fp8"]
         )
-        input_processor.response_limit = model_config.dllm_response_limit
-        # Completions without it get the default length of chat completions, instead of
-        # OpenAI's 16.
-        CompletionRequest.model_fields["max_tokens"].default = None
         patch.apply(table.SERVING)
 
 

@@ -17,7 +17,7 @@ from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.request_options.sampling_params import (
     SOURCE,
     DefaultLength,
-    LongestLength,
+    ResponseLimit,
 )
 from dllm_engine.structured_output.automata import count_request
 from dllm_engine.structured_output.requests import (
@@ -29,8 +29,13 @@ from dllm_engine.structured_output.requests import (
     with_arguments,
 )
 from dllm_engine.vllm_hooks.patch import Original, is_ours
+from dllm_engine.vllm_hooks.server.error_forms import is_anthropic
 from dllm_engine.vllm_hooks.server.open_requests import open_request
 
+NO_BEAM_SEARCH = (
+    "beam search is not supported for diffusion models; use n with a temperature "
+    "above 0"
+)
 _CHECKED = "dllm_engine_request"
 """Key of a rendered prompt that is already checked, for the request that
 ``process_inputs`` made of it.
@@ -125,13 +130,18 @@ def generate_if_valid(
     And vLLM has no form for a request's own error in some routes.
     """
 
+    asked = open_request.get() if is_ours(self) else None
+    if asked is not None and asked.carried:
+        sampling_params = sampling_params.clone()
+        extra_args = sampling_params.extra_args or {}
+        sampling_params.extra_args = {**extra_args, **asked.carried}
+
     def checked() -> AsyncGenerator[Any, None]:
         checked_prompt = _checked_prompt(
             self, prompt, sampling_params, request_id, kwargs
         )
         outputs = generate(self, checked_prompt, sampling_params, request_id, **kwargs)
-        asked = open_request.get()
-        return outputs if asked is None or not is_ours(self) else asked.outputs(outputs)
+        return outputs if asked is None else asked.outputs(outputs, sampling_params)
 
     async def checked_when_built() -> AsyncGenerator[Any, None]:
         await prepare(structured, [prompt], arguments, tokenizer, self.vllm_config)
@@ -141,7 +151,7 @@ def generate_if_valid(
 
     if not is_ours(self) or not has_grammar(sampling_params):
         return checked()
-    if open_request.get() is not None:
+    if asked is not None:
         # vLLM says that reasoning has ended where it is not to be included. Its parser
         # then takes all of the response for reasoning, and nothing is left to include.
         kwargs = {**kwargs, "reasoning_ended": None}
@@ -276,15 +286,8 @@ def refuse_beam_search(
     would serve that, but it means nothing: a diffusion model has no prefix to extend.
     """
     if is_ours(self):
-        raise InvalidRequestError(
-            "beam search is not supported for diffusion models; use n with a "
-            "temperature above 0"
-        )
+        raise InvalidRequestError(NO_BEAM_SEARCH)
     return beam_search(self, *args, **kwargs)
-
-
-response_limit: int | None = None
-"""The longest response of this process's server, if it was started with a limit."""
 
 
 def refuse_clipping(
@@ -292,6 +295,7 @@ def refuse_clipping(
     max_model_len: int,
     max_tokens: int | None,
     input_length: int,
+    default_sampling_params: dict[str, Any],
     *args: Any,
     **kwargs: Any,
 ) -> int:
@@ -299,17 +303,37 @@ def refuse_clipping(
     ``max_new_tokens`` of its generation config, and do not shorten one to our default
     of it. What exceeds the context is refused by the request's check, unless the
     request only allows so much."""
-    if max_tokens is None:
-        return DefaultLength(
-            clipping(max_model_len, max_tokens, input_length, *args, **kwargs)
+    stated = default_sampling_params.get("max_tokens")
+    if not isinstance(stated, DefaultLength | ResponseLimit):  # another model's
+        return clipping(
+            max_model_len,
+            max_tokens,
+            input_length,
+            default_sampling_params,
+            *args,
+            **kwargs,
         )
-    if isinstance(max_tokens, LongestLength):
-        longest = min(max_model_len - input_length, response_limit or max_model_len)
+    asked = open_request.get()
+    if max_tokens is None or (asked is not None and asked.leaves_length_open):
+        return DefaultLength(
+            clipping(
+                max_model_len,
+                None,
+                input_length,
+                default_sampling_params,
+                *args,
+                **kwargs,
+            )
+        )
+    limit = int(stated) if isinstance(stated, ResponseLimit) else None
+    if asked is not None and is_anthropic(asked.route):
+        # That API demands a length, and its clients send thousands whatever they ask.
+        longest = min(max_model_len - input_length, limit or max_model_len)
         # At least 1, so that the check of the request explains.
-        return max(min(int(max_tokens), longest), 1)
-    if response_limit is not None and max_tokens > response_limit:
+        return max(min(max_tokens, longest), 1)
+    if limit is not None and max_tokens > limit:
         raise InvalidRequestError(
-            f"max_tokens={max_tokens} is above this server's limit of {response_limit} "
+            f"max_tokens={max_tokens} is above this server's limit of {limit} "
             f"(max_new_tokens of its generation config)"
         )
     return max_tokens

@@ -2,9 +2,14 @@
 replacement says why.
 
 All of it was compared with the sources of the releases in ``release.py``; look up every
-new entry in each of them. Two changes are not in the table, because they are no
-functions: the default of ``max_tokens`` in ``CompletionRequest``
-(``engine_config.py``), and the routes that ask for the API key (``server/app.py``).
+new entry in each of them.
+
+Changed beside functions: ``server/app.py`` adds routes and middleware, leaves
+``/scale_elastic_ep`` and vLLM's own ``/v1/decisions`` out, and has more routes ask for
+the API key (``GUARDED_PREFIX``); ``server/stop.py`` puts its own ``shutdown`` and
+``propagate_error`` around an engine's while it serves; ``tool_calls.py`` registers the
+server's tool parser again, as a class of ours; ``cpu_distribution.py`` finds the
+metadata of vLLM's CPU build.
 """
 
 _BEAM_SEARCH = "vllm.entrypoints.generate.beam_search"
@@ -52,17 +57,10 @@ SERVING = {
     "vllm.v1.engine.async_llm:AsyncLLM.generate": "input_processor:generate_if_valid",
     f"{_RESPONSES}._generate_with_builtin_tools": "input_processor:respond_if_valid",
     f"{_BEAM_SEARCH}.offline:BeamSearchOfflineMixin.beam_search": "input_processor:refuse_beam_search",
-    f"{_BEAM_SEARCH}.online:BeamSearchOnlineMixin.beam_search": "input_processor:refuse_beam_search",
     "vllm.entrypoints.serve.engine.serving:BaseServing._get_trace_headers": "input_processor:let_others_run",
     "vllm.entrypoints.launchers.run_batch:run_batch": "server.run_batch:run_by_line",
-    f"{_COMPLETION}.create_completion": "server.bodies:create_if_known",
-    f"{_CHAT}.serving:OpenAIServingChat.create_chat_completion": "server.bodies:create_if_known",
-    f"{_CHAT}.batch_serving:OpenAIServingChatBatch.create_batch_chat_completion": "server.bodies:create_if_known",
-    f"{_RESPONSES}.create_responses": "server.bodies:create_if_known",
     f"{_COMPLETION}.completion_stream_generator": "server.responses:stream_response",
     f"{_CHAT}.serving:OpenAIServingChat.chat_completion_stream_generator": "server.responses:stream_response",
-    f"{_COMPLETION}.request_output_to_completion_response": "server.responses:complete_with_fields",
-    f"{_CHAT}.serving:OpenAIServingChat.chat_completion_full_generator": "server.responses:complete_chat_with_fields",
     "vllm.entrypoints.launchers.launcher:serve_http": "server.stop:serve_and_tell",
     "vllm.v1.engine.utils:CoreEngineProcManager.monitor_engine_liveness": "server.stop:watch_processes",
 }

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from dllm_engine.request_options.errors import InvalidRequestError
+from dllm_engine.request_options.sampling_params import DefaultLength, ResponseLimit
 from dllm_engine.vllm_hooks import input_processor, patch, table
 from tests.support.engines import assert_nothing_left
 from tests.support.http_app import chunks_of, length_of, refusal
@@ -247,20 +248,18 @@ def test_each_is_checked_once_and_leaves_nothing(demo, ask, monkeypatch):
 # A server's own limit
 
 
-def test_lengths_above_a_servers_own_limit_are_refused_and_our_default_limits_nobody(
-    monkeypatch,
-):
-    from vllm.entrypoints.serve.utils import api_utils
+def test_lengths_above_a_servers_own_limit_are_refused_and_our_default_limits_nobody():
+    from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
+
+    def length(asked, stated):
+        return get_max_tokens(512, asked, 100, {"max_tokens": stated}, stated)
 
     patch.apply(table.SERVING)
-    monkeypatch.setattr(input_processor, "response_limit", None)
     for asked, given in ((400, 400), (None, 256), (10, 10)):
-        assert (
-            api_utils.get_max_tokens(512, asked, 100, {"max_tokens": 256}, 256) == given
-        )
-    input_processor.response_limit = 300
-    assert api_utils.get_max_tokens(512, 300, 100, {"max_tokens": 300}, 300) == 300
+        assert length(asked, DefaultLength(256)) == given
+    assert length(300, ResponseLimit(300)) == 300
     with pytest.raises(
         InvalidRequestError, match="max_tokens=301 is above this server's limit of 300"
     ):
-        api_utils.get_max_tokens(512, 301, 100, {"max_tokens": 300}, 300)
+        length(301, ResponseLimit(300))
+    assert length(301, 300) == 300, "vLLM clips those of other models"

@@ -11,14 +11,11 @@ from typing import get_args
 
 import pytest
 from vllm.entrypoints import serve
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
 from dllm_engine.params import ELSEWHERE, VLLM_OPTIONS
-from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.request_options.fields import RequestOptions
-from dllm_engine.vllm_hooks.server.bodies import MOST_BYTES, BodyCheck, create_if_known
+from dllm_engine.vllm_hooks.server.bodies import MOST_BYTES, BodyCheck
+from dllm_engine.vllm_hooks.server.open_requests import Answers, OpenRequests
 from tests.support.http_app import app_client, refusal
 
 PATH = "/v1/completions"
@@ -112,16 +109,13 @@ def test_bodies_arrive_whole_and_clients_that_leave_midway_do_not_reach_the_appl
         async def receive():
             return next(pending)
 
-        asyncio.run(
-            BodyCheck(application)(
-                {"type": "http", "method": "POST", "path": PATH, "headers": []},
-                receive,
-                None,
-            )
-        )
+        scope = {"type": "http", "method": "POST", "path": PATH, "headers": []}
+        scope["app"] = SimpleNamespace(state=SimpleNamespace())
+        answers = Answers(BodyCheck(application), OpenRequests())
+        asyncio.run(answers(scope, receive, None))
         return received
 
-    body = json.dumps({"prompt": "x" * 100}).encode()
+    body = json.dumps({"prompt": "x" * 100, "max_tokens": 8}).encode()
     parts = [
         {"type": "http.request", "body": body[i : i + 30], "more_body": True}
         for i in range(0, len(body), 30)
@@ -213,35 +207,6 @@ def test_tokens_in_tokens_out_has_another_place_for_them(fields):
         json={"token_ids": [5], "sampling_params": {}} | fields,
     )
     assert "sampling_params.extra_args" in refusal(answer)
-
-
-@pytest.mark.parametrize(
-    ("request_class", "body"),
-    [
-        (CompletionRequest, {"prompt": "x"}),
-        (ChatCompletionRequest, {"messages": [{"role": "user", "content": "x"}]}),
-        (ResponsesRequest, {"input": "x"}),
-    ],
-)
-def test_requests_of_files_have_our_options_in_vllm_xargs_too(request_class, body):
-    """``vllm run-batch`` has no HTTP bodies."""
-
-    def created(ours=True, **fields):
-        async def create(self, request, raw_request=None):
-            return request
-
-        handler = SimpleNamespace(
-            model_config=SimpleNamespace(is_dllm_engine=ours, max_model_len=64)
-        )
-        return asyncio.run(
-            create_if_known(create, handler, request_class(**body, **fields))
-        )
-
-    for name in RequestOptions.model_fields.keys() - request_class.model_fields.keys():
-        with pytest.raises(InvalidRequestError, match=name):
-            created(**{name: 1})
-        assert created(ours=False, **{name: 1})
-    assert created(vllm_xargs={"block_length": 8}, unknown=1)
 
 
 LARGE = b'{"prompt": "' + b"x" * MOST_BYTES + b'"}'

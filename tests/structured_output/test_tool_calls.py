@@ -11,6 +11,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from dllm_engine import DiffusionParams
 from dllm_engine.demo import model_path
+from dllm_engine.request_options.sampling_params import ResponseLimit
 from dllm_engine.structured_output.tool_calls import parser_for, serve_tool_calls
 from tests.support.http_app import chunks_of, refusal, served
 
@@ -171,9 +172,9 @@ def test_a_length_of_messages_is_the_most_that_fits(client, max_tokens, stream):
 def test_a_length_of_messages_stays_within_the_servers_limit_and_others_are_refused(
     client, monkeypatch
 ):
-    from dllm_engine.vllm_hooks import input_processor
-
-    monkeypatch.setattr(input_processor, "response_limit", 16)
+    for name in ("anthropic_serving_messages", "openai_serving_chat"):
+        defaults = getattr(client.app.state, name).default_sampling_params
+        monkeypatch.setitem(defaults, "max_tokens", ResponseLimit(16))
     fields = {"model": "demo", "vllm_xargs": {"block_length": 16}, "tools": None}
     messages = client.post("/v1/messages", json=MESSAGE | fields | {"max_tokens": 4096})
     assert text_of(messages) == " Tom=48"

@@ -16,6 +16,7 @@ from dllm_engine.vllm_hooks.patch import Original
 from dllm_engine.vllm_hooks.server.bodies import BodyCheck
 from dllm_engine.vllm_hooks.server.error_forms import AnthropicErrors
 from dllm_engine.vllm_hooks.server.open_requests import Answers, OpenRequests
+from dllm_engine.vllm_hooks.server.responses import Figures
 
 
 def extend_app(
@@ -36,6 +37,7 @@ def extend_app(
     # What is added last runs first. vLLM adds its own middleware later: it checks the
     # API key before we read the body.
     app.add_middleware(BodyCheck)
+    app.add_middleware(Figures)
     app.state.open_requests = OpenRequests()
     app.add_middleware(Answers, requests=app.state.open_requests)
     app.add_middleware(AnthropicErrors)

@@ -1,10 +1,8 @@
-"""Refuses request bodies that vLLM's request classes fail at, or of which they would
-ignore parts.
-
-``BodyCheck`` sees bodies before vLLM parses them; ``create_if_known`` sees vLLM's
-request objects, also those of ``vllm run-batch``.
+"""Request bodies before vLLM parses them: refuses those that its request classes fail
+at, or of which they would ignore parts, and settles what is ours.
 """
 
+import asyncio
 import json
 from http import HTTPStatus
 from typing import Any
@@ -12,16 +10,13 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from vllm import envs
-from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.exceptions import GracefulHTTPError, VLLMError, VLLMValidationError
 
-from dllm_engine.decisions.http import settle_decision
-from dllm_engine.infill.http import settle_template
 from dllm_engine.params import VLLM_OPTIONS, check_place
 from dllm_engine.request_options.errors import InvalidRequestError
-from dllm_engine.request_options.sampling_params import LongestLength
-from dllm_engine.vllm_hooks.patch import Original, is_ours
 from dllm_engine.vllm_hooks.server.error_forms import route_of
+from dllm_engine.vllm_hooks.server.open_requests import open_request
+from dllm_engine.vllm_hooks.server.settling import settled_fields
 
 MOST_BYTES = 16 << 20
 """Bytes of a body: 1,024 prompts of 16 KB each. Nobody is answered while it is parsed,
@@ -48,10 +43,12 @@ class BodyCheck:
         try:
             body = await _read(Request(scope, receive))
             body, scope = _decompressed(body, scope)
-            _check_body(body, route_of(scope))
+            fields = _checked_fields(body, route_of(scope))
+            if fields is not None:
+                body = await _settled(body, fields, scope, receive)
         except ClientDisconnect:
             return
-        except (VLLMValidationError, GracefulHTTPError) as error:
+        except VLLMError as error:
             refusal = create_error_response(error)
             await JSONResponse(refusal.model_dump(), status_code=refusal.error.code)(
                 scope, receive, send
@@ -114,8 +111,35 @@ def _decompressed(body: bytes, scope: Scope) -> tuple[bytes, Scope]:
     return body, {**scope, "headers": kept}
 
 
-def _check_body(body: bytes, path: str) -> None:
-    """Raise ``VLLMValidationError`` for a body that is refused."""
+async def _settled(
+    body: bytes, fields: dict[str, Any], scope: Scope, receive: Receive
+) -> bytes:
+    """The body as vLLM is to read it. Raises ``ClientDisconnect`` as soon as the client
+    leaves: what it asks for may take long to build."""
+    asked = open_request.get()
+    assert asked is not None, "Answers is in front"
+    settling = asyncio.create_task(
+        settled_fields(fields, route_of(scope), scope["app"].state, asked)
+    )
+    await asyncio.sleep(0)  # most need nothing more
+    if not settling.done():
+        leaving = asyncio.ensure_future(receive())
+        try:
+            await asyncio.wait({settling, leaving}, return_when="FIRST_COMPLETED")
+        finally:
+            leaving.cancel()
+            has_left = not settling.done()
+            settling.cancel()
+        if has_left:
+            raise ClientDisconnect
+    settled = settling.result()
+    return body if settled is fields else json.dumps(settled).encode()
+
+
+def _checked_fields(body: bytes, path: str) -> dict[str, Any] | None:
+    """The fields of a body; None where it has none, or is read as it is. Raises
+    ``VLLMValidationError`` where it is refused.
+    """
     try:
         fields = json.loads(body)
     except RecursionError:
@@ -123,10 +147,10 @@ def _check_body(body: bytes, path: str) -> None:
             "the body has too many lists and objects within each other"
         ) from None
     except ValueError:  # vLLM says what is wrong with it
-        return
+        return None
     # Clients of that protocol may send fields of their own.
     if not isinstance(fields, dict) or path == "/v1/systemone":
-        return
+        return None
     if not isinstance(given := fields.get("structured_outputs"), dict | None):
         raise VLLMValidationError(
             f"structured_outputs is a {type(given).__name__}, not an object such as "
@@ -150,7 +174,7 @@ def _check_body(body: bytes, path: str) -> None:
         )
     if path != "/inference/v1/generate":
         check_place(fields.keys() - known)
-        return
+        return fields
     params = fields.get("sampling_params")
     inside = params.keys() if isinstance(params, dict) else set()
     check_place((fields.keys() | inside) - known, "sampling_params", "extra_args")
@@ -159,69 +183,4 @@ def _check_body(body: bytes, path: str) -> None:
             f"vllm_xargs: {path} takes options in sampling_params.extra_args; move "
             f"them there"
         )
-
-
-async def create_if_known(
-    create: Original, self: Any, request: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Refuse options of ours that are not in ``vllm_xargs``: vLLM ignores fields that
-    it does not know.
-    """
-    if is_ours(self):
-        extra = request.model_extra or {}
-        check_place(extra)
-        for name in ("stream", "tools"):
-            if extra.get(
-                name
-                # Of a batch of chats, of whose answers vLLM would return the last part
-                # only.
-            ):
-                raise InvalidRequestError(
-                    f"{name} is not supported for a batch of chats; send one request "
-                    f"for each"
-                )
-        _check_num_responses(request)
-        _settle_length(request, self)
-        if (
-            getattr(request, "echo", False)
-            and not request.logprobs
-            and hasattr(request, "top_logprobs")
-        ):
-            request.top_logprobs = None  # which vLLM would take for those of the prompt
-        await settle_template(request, self)
-        await settle_decision(request, self)
-    return await create(self, request, *args, **kwargs)
-
-
-def _settle_length(request: Any, serving: Any) -> None:
-    """Take the length of a request to ``/v1/messages`` for the most that its client
-    allows. That API demands a length, and its clients send thousands whatever they ask.
-    """
-    from vllm.entrypoints.anthropic.serving import (
-        AnthropicServingMessages,
-    )  # imports much
-
-    if isinstance(serving, AnthropicServingMessages):
-        length = min(request.max_completion_tokens, serving.model_config.max_model_len)
-        request.max_completion_tokens = LongestLength(length)
-
-
-def _check_num_responses(request: Any) -> None:
-    """vLLM limits prompts and ``n``, but not their product; and it makes all of these
-    requests at once.
-    """
-    prompts: Any = getattr(request, "prompt", None) or getattr(
-        request, "messages", None
-    )
-    is_several = isinstance(prompts, list) and isinstance(
-        next(iter(prompts), None), str | list
-    )
-    num_responses = (len(prompts) if is_several else 1) * (
-        getattr(request, "n", None) or 1
-    )
-    if num_responses > (most := envs.VLLM_MAX_COMPLETION_PROMPTS):
-        raise InvalidRequestError(
-            f"prompts × n are {num_responses} responses, more than the {most} that a "
-            f"request may have; send several requests, or start the server with a "
-            f"higher VLLM_MAX_COMPLETION_PROMPTS"
-        )
+    return fields

@@ -6,9 +6,9 @@ does where a body is not valid.
 import json
 from typing import Any
 
-from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from dllm_engine.vllm_hooks.server.whole_response import rewrite_json
 
 _TYPES = {
     400: "invalid_request_error",
@@ -68,31 +68,10 @@ class AnthropicErrors:
         if scope["type"] != "http" or not is_anthropic(route_of(scope)):
             await self.app(scope, receive, send)
             return
-        refused: Message | None = None
-        body = b""
 
-        async def translate(message: Message) -> None:
-            nonlocal refused, body
-            if message["type"] == "http.response.start" and message["status"] >= 400:
-                refused = message
-                return
-            if refused is None:
-                await send(message)
-                return
-            body += message.get("body", b"")
-            if not message.get("more_body", False):
-                await _translated(refused, body)(scope, receive, send)
+        def translated(status: int, body: bytes) -> dict[str, Any]:
+            return anthropic_error(status, json.loads(body)["error"]["message"])
 
-        await self.app(scope, receive, translate)
-
-
-def _translated(start: Message, body: bytes) -> JSONResponse:
-    message = json.loads(body)["error"]["message"]
-    # The others describe the body.
-    headers = {
-        name: value
-        for name, value in Headers(raw=start["headers"]).items()
-        if not name.startswith("content-")
-    }
-    status = start["status"]
-    return JSONResponse(anthropic_error(status, message), status, headers)
+        await rewrite_json(
+            self.app, (scope, receive, send), lambda status: status >= 400, translated
+        )

@@ -1,5 +1,5 @@
-"""HTTP requests that a server is answering. Each gets an answer, whatever ends it: an
-error of its own, the server's end, or the engine's.
+"""Requests that a server is answering. Each gets an answer, whatever ends it: an error
+of its own, the server's end, or the engine's.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from contextvars import ContextVar
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NoReturn
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
@@ -29,33 +29,69 @@ _NUMBER = re.compile(rb'"sequence_number": ?([0-9]+)')
 class OpenRequest:
     """One request that is being answered."""
 
-    def __init__(self, task: "asyncio.Task[Any]") -> None:
+    def __init__(self, route: str) -> None:
+        self.route = route
         self.name = os.urandom(8)
         """Its prompts and its ``n`` responses take turns with other requests."""
+        self.leaves_length_open = False
+        self.carried: dict[str, bytes] = {}
+        """For ``extra_args`` of its parameters."""
+        self.latest: list[tuple[Any, Any] | None] = []
+        """Per prompt, its parameters and the last output."""
+
+    def outputs(
+        self, outputs: AsyncGenerator[Any, None], params: Any
+    ) -> AsyncGenerator[Any, None]:
+        """The engine's outputs for the next one of its prompts, up to one that
+        failed.
+        """
+        place = len(self.latest)
+        self.latest.append(None)
+        return self._noted(outputs, params, place)
+
+    async def _noted(
+        self, outputs: AsyncGenerator[Any, None], params: Any, place: int
+    ) -> AsyncGenerator[Any, None]:
+        async with aclosing(outputs):
+            async for output in outputs:
+                if (error := _failure(output)) is not None:
+                    self.fail(error)
+                self.latest[place] = params, output
+                yield output
+
+    def fail(self, error: Exception) -> NoReturn:
+        """End it with an error of its own."""
+        raise error
+
+
+class OpenHTTPRequest(OpenRequest):
+    """One over HTTP, whose errors the middleware writes: vLLM has no form of them for
+    some routes, and does not stop what waits for anything but the engine."""
+
+    def __init__(self, route: str, task: "asyncio.Task[Any]") -> None:
+        super().__init__(route)
         self.error: Exception | None = None
         """What ended it."""
         self._tasks = {task}
 
     def end(self, error: Exception) -> None:
-        """End it with an error. The middleware writes the error: vLLM has no form of it
-        for some routes, and does not stop what waits for anything but the engine."""
         if self.error is None:
             self.error = error
         for task in self._tasks:
             task.cancel()
 
-    async def outputs(
-        self, outputs: AsyncGenerator[Any, None]
+    def fail(self, error: Exception) -> NoReturn:
+        self.end(error)
+        raise asyncio.CancelledError
+
+    async def _noted(
+        self, outputs: AsyncGenerator[Any, None], params: Any, place: int
     ) -> AsyncGenerator[Any, None]:
-        """The engine's outputs for one of its prompts, up to one that failed."""
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)  # vLLM answers in a task of its own
-        async with aclosing(outputs):
-            async for output in outputs:
-                if (error := _failure(output)) is not None:
-                    self.end(error)
-                    raise asyncio.CancelledError
+        async with aclosing(super()._noted(outputs, params, place)) as noted:
+            async for output in noted:
                 yield output
 
 
@@ -83,10 +119,10 @@ class OpenRequests:
 
     def __init__(self) -> None:
         self.error: Exception | None = None
-        self._requests: dict[asyncio.Task[Any], OpenRequest] = {}
+        self._requests: dict[asyncio.Task[Any], OpenHTTPRequest] = {}
 
-    def begin(self, task: "asyncio.Task[Any]") -> OpenRequest:
-        request = self._requests[task] = OpenRequest(task)
+    def begin(self, route: str, task: "asyncio.Task[Any]") -> OpenHTTPRequest:
+        request = self._requests[task] = OpenHTTPRequest(route, task)
         request.error = self.error
         return request
 
@@ -121,7 +157,7 @@ class Answers:
             return
         task = asyncio.current_task()
         assert task is not None
-        request = self.requests.begin(task)
+        request = self.requests.begin(route_of(scope), task)
         answer = Answer(send, request)
         open_request.set(request)
         try:
@@ -140,7 +176,7 @@ class Answers:
 class Answer:
     """What has been sent of one response."""
 
-    def __init__(self, send: Send, request: OpenRequest) -> None:
+    def __init__(self, send: Send, request: OpenHTTPRequest) -> None:
         self._send = send
         self._request = request
         self._headers: Headers | None = None

@@ -12,23 +12,27 @@ import inspect
 import json
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
 import anyio
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dllm_engine.decoding.messages import PROVISIONAL_KEY
 from dllm_engine.figures import PER_TOKEN
 from dllm_engine.infill.http import template_fields
 from dllm_engine.provisional import BlockChanges
 from dllm_engine.request_options.fields import RequestOptions
-from dllm_engine.request_options.sampling_params import DEFAULT_GEN_LENGTH
 from dllm_engine.vllm_hooks.output_processor import shown_blocks
 from dllm_engine.vllm_hooks.patch import Original, is_ours
+from dllm_engine.vllm_hooks.server.error_forms import route_of
+from dllm_engine.vllm_hooks.server.open_requests import OpenRequest, open_request
+from dllm_engine.vllm_hooks.server.whole_response import rewrite_json
 
 DIFFUSION = "diffusion"
 _EVENT = "data: "
+_WITH_FIGURES = ("/v1/completions", "/v1/chat/completions", "/invocations")
 
 
 def fields_of(completion: Any, *, with_trace: bool) -> dict[str, Any]:
@@ -80,8 +84,6 @@ async def stream_with_fields(
         "created": int(time.time()) if is_chat else given["created_time"],
         "model": given["model_name"],
     }
-    if not is_chat:
-        _settle_length(request)
     send, receive = anyio.create_memory_object_stream[str](0)
     changes: defaultdict[int, BlockChanges] = defaultdict(BlockChanges)
     fields: dict[int, dict[str, Any]] = {}
@@ -149,68 +151,44 @@ def _with_fields(event: str, fields: dict[int, dict[str, Any]]) -> str:
     return _event_of(chunk) if any(DIFFUSION in choice for choice in choices) else event
 
 
-def _settle_length(request: Any) -> None:
-    """Set the length that a completion left open: vLLM asserts that there is one when
-    it writes the response.
-    """
-    if request.max_tokens is None:
-        request.max_tokens = DEFAULT_GEN_LENGTH
-
-
-def complete_with_fields(
-    to_response: Original,
-    self: Any,
-    final_res_batch: Any,
-    request: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Add figures to a completion."""
-    _settle_length(request)
-    response = to_response(self, final_res_batch, request, *args, **kwargs)
-    completions = (
-        completion for result in final_res_batch for completion in result.outputs
-    )
-    return _with_figures(response, completions, request, self)
-
-
-async def complete_chat_with_fields(
-    to_response: Original,
-    self: Any,
-    request: Any,
-    result_generator: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Add figures to a chat completion."""
-    completions: list[Any] = []
-
-    async def noted() -> AsyncGenerator[Any, None]:
-        async for result in result_generator:
-            completions[:] = result.outputs  # the last result has all choices
-            yield result
-
-    response = await to_response(self, request, noted(), *args, **kwargs)
-    return _with_figures(response, completions, request, self)
-
-
 def _asks_for_trace(request: Any) -> bool:
     """The option itself was checked when the request was admitted."""
     return bool(RequestOptions(trace=(request.vllm_xargs or {}).get("trace")).trace)
 
 
-def _with_figures(
-    response: Any, completions: Iterable[Any], request: Any, serving: Any
-) -> Any:
-    """vLLM's response models keep fields that they do not know; an error has no
-    choices.
-    """
-    for choice, completion in zip(
-        getattr(response, "choices", ()), completions, strict=False
-    ):
-        fields = fields_of(completion, with_trace=_asks_for_trace(request))
-        for name, value in (
-            fields | template_fields(completion, request, serving)
-        ).items():
-            setattr(choice, name, value)
-    return response
+class Figures:
+    """ASGI middleware that adds figures to completions and chat completions."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or route_of(scope) not in _WITH_FIGURES:
+            await self.app(scope, receive, send)
+            return
+
+        def completed(status: int, body: bytes) -> dict[str, Any]:
+            response = json.loads(body)
+            asked = open_request.get()
+            assert asked is not None, "Answers is in front"
+            serving = scope["app"].state.openai_serving_completion
+            fields = choice_fields(asked, serving.renderer.tokenizer)
+            for choice, own in zip(response["choices"], fields, strict=True):
+                choice |= own
+            return response
+
+        await rewrite_json(
+            self.app, (scope, receive, send), lambda status: status == 200, completed
+        )
+
+
+def choice_fields(asked: OpenRequest, tokenizer: Any) -> list[dict[str, Any]]:
+    """The fields of each choice of a response that is complete."""
+    fields = []
+    for params, output in filter(None, asked.latest):
+        options = params.extra_args or {}
+        with_trace = bool(RequestOptions(trace=options.get("trace")).trace)
+        for completion in output.outputs:
+            holes = template_fields(completion, options, tokenizer)
+            fields.append(fields_of(completion, with_trace=with_trace) | holes)
+    return fields

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
@@ -17,9 +18,13 @@ from vllm.entrypoints.launchers.run_batch import (
     write_file,
 )
 
+from dllm_engine.params import check_place
 from dllm_engine.structured_output.tool_calls import serve_tool_calls
 from dllm_engine.text import is_text, one_line, parsed_json
 from dllm_engine.vllm_hooks.patch import Original, is_ours
+from dllm_engine.vllm_hooks.server.open_requests import OpenRequest, open_request
+from dllm_engine.vllm_hooks.server.responses import choice_fields
+from dllm_engine.vllm_hooks.server.settling import settle
 
 ROUTE = "/v1/chat/completions"
 """What lines may ask."""
@@ -35,7 +40,7 @@ async def run_by_line(
         return
     serve_tool_calls(args, engine_client.vllm_config.model_config)
     registry = await build_endpoint_registry(engine_client, args)
-    create = registry["completions"]["handler_getter"]()
+    chats = registry["completions"]["handler_getter"]().__self__
     text = await read_file(args.input_file)
     lines = [line for line in text.split("\n") if line.strip()]
     tracker = BatchProgressTracker()
@@ -43,22 +48,37 @@ async def run_by_line(
         tracker.submitted()
     with tracker.pbar():
         outputs = await asyncio.gather(
-            *(answer_line(line, create, tracker) for line in lines)
+            *(answer_line(line, chats, tracker) for line in lines)
         )
     await write_file(args.output_file, outputs, args.output_tmp_dir)
 
 
 async def answer_line(
-    line: str, create: Any, tracker: BatchProgressTracker
+    line: str, chats: Any, tracker: BatchProgressTracker
 ) -> BatchRequestOutput:
-    """The record of a line. ``create`` answers a chat."""
+    """The record of a line. ``chats``: what answers them."""
     try:
         request = _read(line)
     except ValueError as error:
         tracker.completed()
         named = BatchRequestInput.model_construct(custom_id=_name(line))
         return make_error_request_output(named, one_line(error))
-    return await run_request(create, request, tracker)
+    return await run_request(partial(_answer, chats), request, tracker)
+
+
+async def _answer(chats: Any, request: Any) -> Any:
+    """What the server answers over HTTP."""
+    check_place(request.model_extra or {})
+    asked = OpenRequest(ROUTE)
+    open_request.set(asked)
+    await settle(request, chats, asked)
+    response = await chats.create_chat_completion(request)
+    choices = getattr(response, "choices", ())  # an error has none
+    all_fields = choice_fields(asked, chats.renderer.tokenizer)
+    for choice, fields in zip(choices, all_fields, strict=False):
+        for name, value in fields.items():
+            setattr(choice, name, value)
+    return response
 
 
 def _read(line: str) -> BatchRequestInput:

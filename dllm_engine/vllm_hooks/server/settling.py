@@ -1,0 +1,157 @@
+"""What a request names beyond vLLM's fields, settled before vLLM answers it: templates,
+decisions, and lengths that it leaves open.
+"""
+
+from typing import Any
+
+from vllm import envs
+
+from dllm_engine.decisions.http import settle_decision
+from dllm_engine.infill.http import settle_template
+from dllm_engine.params import check_place
+from dllm_engine.request_options.errors import InvalidRequestError
+from dllm_engine.vllm_hooks.input_processor import NO_BEAM_SEARCH
+from dllm_engine.vllm_hooks.server.open_requests import OpenRequest
+
+CHATS, BATCH = "/v1/chat/completions", "/v1/chat/completions/batch"
+COMPLETIONS, MESSAGES = "/v1/completions", "/v1/messages"
+_SERVING = {
+    CHATS: "openai_serving_chat",
+    BATCH: "openai_serving_chat_batch",
+    COMPLETIONS: "openai_serving_completion",
+    MESSAGES: "anthropic_serving_messages",
+    "/v1/responses": "openai_serving_responses",
+}
+"""By route, the attribute of an application's state that answers it."""
+_SETTLED = (
+    "vllm_xargs",
+    "suffix",
+    "response_format",
+    "temperature",
+    "top_logprobs",
+    "max_completion_tokens",
+    "max_tokens",
+    "max_output_tokens",
+)
+"""Fields that ``settle`` may change."""
+
+
+async def settled_fields(
+    fields: dict[str, Any], route: str, state: Any, asked: OpenRequest
+) -> dict[str, Any]:
+    """The fields of a body as vLLM is to read them. Raises ``InvalidRequestError`` for
+    what cannot be served.
+    """
+    if route == "/invocations":  # of SageMaker, for bodies of two routes
+        route = CHATS if "messages" in fields else COMPLETIONS
+    if route not in _SERVING:
+        return fields
+    check_place(fields.keys() - _request_class(route).model_fields.keys())
+    _check_num_responses(fields)
+    for name in ("stream", "tools"):
+        # vLLM would return the last part only.
+        if route == BATCH and fields.get(name):
+            raise InvalidRequestError(
+                f"{name} is not supported for a batch of chats; send one request for "
+                f"each"
+            )
+    if _names_more(fields):
+        serving = getattr(state, _SERVING[route])
+        fields = await _settled(fields, route, serving, asked)
+    if route == MESSAGES and isinstance(length := fields.get("max_tokens"), int):
+        longest = state.vllm_config.model_config.max_model_len
+        fields = {**fields, "max_tokens": min(length, longest)}
+    if route == COMPLETIONS and fields.get("max_tokens") is None:
+        # vLLM takes OpenAI's default of 16, which is none of ours.
+        asked.leaves_length_open = True
+        fields = {name: x for name, x in fields.items() if name != "max_tokens"}
+    return fields
+
+
+def _names_more(fields: dict[str, Any]) -> bool:
+    names = ("vllm_xargs", "suffix", "echo", "use_beam_search")
+    has_probabilities = fields.get("response_format") and fields.get("logprobs")
+    return bool(has_probabilities) or any(
+        fields.get(name) not in (None, False) for name in names
+    )
+
+
+async def _settled(
+    fields: dict[str, Any], route: str, serving: Any, asked: OpenRequest
+) -> dict[str, Any]:
+    try:
+        request = _request_class(route).model_validate(fields)
+    except Exception:
+        return fields  # vLLM says what is wrong
+    if route == COMPLETIONS and fields.get("max_tokens") is None:
+        request.max_tokens = None  # not OpenAI's default
+    before = _values(request)
+    await settle(request, serving, asked)
+    changed = {
+        name: value
+        for name, value in _values(request).items()
+        if value is not before.get(name)
+    }
+    return fields | changed
+
+
+def _values(request: Any) -> dict[str, Any]:
+    """Those of ``_SETTLED``. Of some classes, ``vllm_xargs`` is no declared field."""
+    values = vars(request) | (request.model_extra or {})
+    return {name: values[name] for name in _SETTLED if name in values}
+
+
+def _request_class(route: str) -> Any:
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from vllm.entrypoints.openai.chat_completion.protocol import (
+        BatchChatCompletionRequest,
+        ChatCompletionRequest,
+    )
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+
+    classes = {
+        CHATS: ChatCompletionRequest,
+        BATCH: BatchChatCompletionRequest,
+        COMPLETIONS: CompletionRequest,
+        MESSAGES: AnthropicMessagesRequest,
+    }
+    return classes.get(route, ResponsesRequest)
+
+
+async def settle(request: Any, serving: Any, asked: OpenRequest) -> None:
+    """Settle a request object of vLLM's. What JSON cannot carry, ``asked`` does."""
+    if getattr(request, "use_beam_search", False):
+        raise InvalidRequestError(NO_BEAM_SEARCH)
+    if (
+        getattr(request, "echo", False)
+        and not request.logprobs
+        and hasattr(request, "top_logprobs")
+    ):
+        request.top_logprobs = None  # which vLLM would take for those of the prompt
+    await settle_template(request, serving)
+    await settle_decision(request, serving)
+    xargs = request.vllm_xargs or {}
+    asked.carried = {name: x for name, x in xargs.items() if isinstance(x, bytes)}
+    if asked.carried:
+        request.vllm_xargs = {
+            name: x for name, x in xargs.items() if name not in asked.carried
+        }
+
+
+def _check_num_responses(fields: dict[str, Any]) -> None:
+    """vLLM limits prompts and ``n``, but not their product; and it makes all of these
+    requests at once.
+    """
+    prompts = fields.get("prompt") or fields.get("messages")
+    num_responses = 1
+    if isinstance(prompts, list) and prompts and isinstance(prompts[0], str | list):
+        num_responses = len(prompts)
+    if isinstance(n := fields.get("n"), int) and n > 0:
+        num_responses *= n
+    if num_responses > (most := envs.VLLM_MAX_COMPLETION_PROMPTS):
+        raise InvalidRequestError(
+            f"prompts × n are {num_responses} responses, more than the {most} that a "
+            f"request may have; send several requests, or start the server with a "
+            f"higher VLLM_MAX_COMPLETION_PROMPTS"
+        )
