@@ -1,5 +1,5 @@
 """Everything in vLLM that this package replaces, and by what. The docstring of each
-replacement says why.
+replacement says why, and a comment here what in vLLM would end it.
 
 All of it was compared with the sources of the releases in ``release.py``; look up every
 new entry in each of them.
@@ -20,28 +20,38 @@ _RESPONSES = "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses"
 _PROCESSOR = "vllm.v1.engine.output_processor"
 
 STARTING = {
+    # Wish: handlers of signals that end a process which loads.
     "vllm.entrypoints.launchers.launcher:setup_server": "server.start:keep_handlers",
     "vllm.v1.utils:wait_for_completion_or_failure": "server.start:restore_handlers",
 }
 """Applied by ``dllm serve``."""
 
 EVERY_PROCESS = {
+    # Wish: additional_config that nobody reads is refused.
     "vllm.config.vllm:VllmConfig.try_verify_and_update_config": "engine_config:refuse_stray_options",
+    # Wish: a hook of the model for requests. Platform.validate_request is the device's.
     "vllm.v1.engine.input_processor:InputProcessor.process_inputs": "input_processor:process_checked_inputs",
+    # Wish: fields of EngineCoreOutput that reach the completion, and a class of output
+    # processors that vLLM takes by name.
     f"{_PROCESSOR}:RequestState._new_completion_output": "output_processor:complete_with_figures",
     f"{_PROCESSOR}:OutputProcessor.process_outputs": "output_processor:process_messages",
     "vllm.outputs:RequestOutput.add": "output_processor:merge_with_figures",
     "vllm.v1.engine.detokenizer:BaseIncrementalDetokenizer.update": "output_processor:detokenize_all",
+    # Wish: stat_logger_plugins for offline engines too.
     "vllm.v1.metrics.loggers:StatLoggerManager.__init__": "metrics:init_with_metrics",
+    # Wish: engines that end with their front end.
     "vllm.v1.executor.multiproc_executor:MultiprocExecutor._post_init_executor": "engine_core:end_with_front_end",
+    # Wish: a scheduler is asked before its workers change.
     "vllm.v1.engine.core:EngineCore.collective_rpc": "engine_core:guard_weights",
     "vllm.v1.engine.core:EngineCore.sleep": "engine_core:sleep_if_possible",
     "vllm.v1.engine.core:EngineCore.release_kv_cache_memory": "engine_core:release_if_unused",
+    # Wish: endpoint_plugins without VLLM_PLUGINS.
     "vllm.entrypoints.launchers.app:register_api_routers": "server.app:extend_app",
 }
 """Applied when vLLM loads its plugins. Requests of other models are untouched."""
 
 SAMPLING = {
+    # Wish: greedy parameters keep what they were given.
     "vllm.sampling_params:SamplingParams._verify_args": "input_processor:keep_filters"
 }
 """Applied when ``dllm_engine.LLM`` is imported, since parameters may be made before an
@@ -50,17 +60,26 @@ engine, and with the next.
 
 SERVING = {
     **SAMPLING,
+    # Wish: grammars are built beside the event loop, and requests are checked before a
+    # stream has its status.
     f"{_RENDERER}.preprocess_chat": "input_processor:render_and_build",
     f"{_RENDERER}.preprocess_completion": "input_processor:render_and_build",
+    # Wish: --parser-plugin, a whole parser by name.
     "vllm.parser.parser_manager:ParserManager.get_parser": "reasoning:parser_that_reads_prompts",
+    # Wish: a length that is too long is refused.
     "vllm.entrypoints.serve.utils.api_utils:get_max_tokens": "input_processor:refuse_clipping",
     "vllm.v1.engine.async_llm:AsyncLLM.generate": "input_processor:generate_if_valid",
     f"{_RESPONSES}._generate_with_builtin_tools": "input_processor:respond_if_valid",
+    # Wish: a model says that it has no beam search.
     f"{_BEAM_SEARCH}.offline:BeamSearchOfflineMixin.beam_search": "input_processor:refuse_beam_search",
+    # Wish: a pause between the prompts of a request.
     "vllm.entrypoints.serve.engine.serving:BaseServing._get_trace_headers": "input_processor:let_others_run",
+    # Wish: one line of a file does not end the run.
     "vllm.entrypoints.launchers.run_batch:run_batch": "server.run_batch:run_by_line",
+    # Wish: fields of completions reach the chunks.
     f"{_COMPLETION}.completion_stream_generator": "server.responses:stream_response",
     f"{_CHAT}.serving:OpenAIServingChat.chat_completion_stream_generator": "server.responses:stream_response",
+    # Wish: clients of a server that ends get an answer, and its exit status says why.
     "vllm.entrypoints.launchers.launcher:serve_http": "server.stop:serve_and_tell",
     "vllm.v1.engine.utils:CoreEngineProcManager.monitor_engine_liveness": "server.stop:watch_processes",
 }
