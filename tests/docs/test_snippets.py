@@ -78,6 +78,7 @@ PRINTS = {
     "from openai import OpenAI": "Rome 1.0",
     "from dllm_engine import LLM, Questions": "Rome 1.0",
     "dllm lm-eval --model dllm": "|names|",
+    "curl -s localhost:8000/v1/systemone": '"choice":"Rome"',
     "curl -s localhost:8000/v1/decisions": '"values":{"code":"07"}',
 }
 
