@@ -35,6 +35,15 @@ def check_release() -> None:
         )
 
 
+def is_installed(release: str) -> bool:
+    """Return True if vLLM is there in this release, such as ``0.32``."""
+    try:
+        import vllm
+    except ModuleNotFoundError:
+        return False
+    return vllm.__version__.startswith(f"{release}.")
+
+
 def unfit(what: str) -> IncompatibleVLLMError:
     """An error for a supported release of which a part differs."""
     import vllm

@@ -12,6 +12,9 @@ server's tool parser again, as a class of ours; ``cpu_distribution.py`` finds th
 metadata of vLLM's CPU build.
 """
 
+from dllm_engine.vllm_hooks.release import is_installed
+
+_RUN_BATCH = "vllm.entrypoints.launchers.run_batch"
 _BEAM_SEARCH = "vllm.entrypoints.generate.beam_search"
 _CHAT = "vllm.entrypoints.openai.chat_completion"
 _COMPLETION = "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion"
@@ -74,8 +77,8 @@ SERVING = {
     f"{_BEAM_SEARCH}.offline:BeamSearchOfflineMixin.beam_search": "input_processor:refuse_beam_search",
     # Wish: a pause between the prompts of a request.
     "vllm.entrypoints.serve.engine.serving:BaseServing._get_trace_headers": "input_processor:let_others_run",
-    # Wish: one line of a file does not end the run.
-    "vllm.entrypoints.launchers.run_batch:run_batch": "server.run_batch:run_by_line",
+    # Wish: run-batch asks its own application.
+    f"{_RUN_BATCH}:build_endpoint_registry": "server.batch_chats:answer_as_over_http",
     # Wish: fields of completions reach the chunks.
     f"{_COMPLETION}.completion_stream_generator": "server.responses:stream_response",
     f"{_CHAT}.serving:OpenAIServingChat.chat_completion_stream_generator": "server.responses:stream_response",
@@ -86,3 +89,7 @@ SERVING = {
 """Applied in the process that builds an engine's config, once it is known that the
 model is one of ours.
 """
+
+if is_installed("0.32"):
+    # vLLM 0.33 checks a file before it loads a model.
+    SERVING |= {f"{_RUN_BATCH}:run_batch": "server.run_batch:run_by_line"}

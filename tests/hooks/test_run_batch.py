@@ -7,7 +7,7 @@ import pytest
 from vllm.entrypoints.launchers import run_batch
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from dllm_engine.vllm_hooks.server.run_batch import ROUTE
+from dllm_engine.vllm_hooks.server.settling import CHATS
 from tests.support.http_app import EngineInProcess
 
 CHAT = {
@@ -17,7 +17,7 @@ CHAT = {
 }
 
 
-def line(name, body=CHAT, url=ROUTE):
+def line(name, body=CHAT, url=CHATS):
     return json.dumps({"custom_id": name, "method": "POST", "url": url, "body": body})
 
 
@@ -25,13 +25,13 @@ ODD = {
     "no JSON": ("{", "", "it is no JSON"),
     "nested": ("[" * 100000, "", "it is no JSON"),
     "no object": ("[1]", "", "dictionary"),
-    "another route": (line("a", {"prompt": "x"}, "/v1/completions"), "a", ROUTE),
-    "a decision": (line("a", {"fields": {}}, "/v1/decisions"), "a", ROUTE),
+    "another route": (line("a", {"prompt": "x"}, "/v1/completions"), "a", CHATS),
+    "a decision": (line("a", {"fields": {}}, "/v1/decisions"), "a", CHATS),
     "no list": (line("a", CHAT | {"messages": 1}), "a", "body: 'int'"),
     "no number": (line("a", CHAT | {"max_tokens": "x"}), "a", "body.max_tokens: Input"),
     "an option of ours": (line("a", CHAT | {"steps": 8}), "a", "vllm_xargs"),
     "no text": (line("\ud800"), "", "Unicode"),
-    "no name": (json.dumps({"url": ROUTE, "body": CHAT}), "", "custom_id"),
+    "no name": (json.dumps({"url": CHATS, "body": CHAT}), "", "custom_id"),
 }
 
 
