@@ -1,7 +1,7 @@
 """Cost of a decision's probabilities beside its forward pass, and decisions per second
 beside generated JSON texts.
 
-``python -m benchmarks.decisions [--model MODEL] [--fields N] [--choices N] [--requests
+``python benchmarks/decisions.py [--model MODEL] [--fields N] [--choices N] [--requests
 N] [--output FILE.json]``
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from benchmarks.program import argument_parser, report
+from program import argument_parser, report
 
 TURNS = 3
 

@@ -80,9 +80,9 @@ def arguments(case: Case, device: str, dtype: torch.dtype) -> dict[str, Any]:
         vocab_size=0,
         page_size=PAGE_SIZE,
     )
-    draw, rows = Draw(sizes, dtype, dtype, device), [case.rows] * case.requests
+    drawn, rows = Draw(sizes, dtype, dtype, device), [case.rows] * case.requests
     q, k, v, cu_seqlens, tokens = paged_case(
-        draw, rows, [lengths] * case.requests, case.packed
+        drawn, rows, [lengths] * case.requests, case.packed
     )
     call = {"q": q, "k": k, "v": v, "cu_seqlens": cu_seqlens, "tokens": tokens}
     return call | {"attend_fresh": case.attend_fresh, "max_seqlen": case.rows}

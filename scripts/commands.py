@@ -135,6 +135,8 @@ def test(environment: Environment, options: argparse.Namespace) -> int:
         types = [
             ["mypy", "--num-workers", processes, "-p", "dllm_engine"],
             ["mypy", "scripts"],
+            ["mypy", "benchmarks"],
+            ["mypy", "--explicit-package-bases", "tests"],
         ]
         stages["style and types"] = [
             ["ruff", "check"],

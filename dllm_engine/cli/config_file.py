@@ -65,7 +65,7 @@ def _without_config(words: Sequence[str]) -> tuple[Path, list[str]]:
 
 def _read(path: Path) -> dict[str, Any]:
     """The file's values by option, with dashes."""
-    import yaml  # type: ignore[import-untyped]
+    import yaml
 
     if path.suffix not in (".yaml", ".yml"):
         raise ValueError(

@@ -7,6 +7,7 @@ import pytest
 from dllm_engine.cli import bench
 from dllm_engine.cli.main import main
 from dllm_engine.evaluation.bench import Workload
+from dllm_engine.evaluation.comparison import Comparison
 from tests.support.plans import FULL_METHODS
 
 
@@ -52,7 +53,7 @@ def measured(monkeypatch):
             asked.append(args)
             raise ValueError
 
-        monkeypatch.setattr(bench.Comparison, "add", refuse)
+        monkeypatch.setattr(Comparison, "add", refuse)
         assert main(["bench", *arguments]) == 2
         return asked[0]
 
@@ -110,15 +111,15 @@ def test_a_run_prints_a_table_and_writes_figures(loaded, tmp_path, capsys):
     report = json.loads(output.read_text())
     assert report["command"].startswith("dllm bench --methods none,dual")
     assert report["machine"]["threads"] >= 1
-    rows = {
+    by_name = {
         (row["method"], row["unmasking"], row["task"]): row for row in report["rows"]
     }
-    none, dual = rows["none", "one", "1 × 32"], rows["dual", "one", "1 × 32"]
+    none, dual = by_name["none", "one", "1 × 32"], by_name["dual", "one", "1 × 32"]
     assert none["cost"]["forward_passes"] == dual["cost"]["forward_passes"]
     assert dual["cost"]["tokens_computed"] < none["cost"]["tokens_computed"]
     assert dual["cost"]["page_bytes"] > none["cost"]["page_bytes"] == 0
     assert (
-        rows["none", "threshold=0.9", "1 × 32"]["cost"]["forward_passes"]
+        by_name["none", "threshold=0.9", "1 × 32"]["cost"]["forward_passes"]
         < none["cost"]["forward_passes"]
     )
     assert (

@@ -2,6 +2,7 @@
 
 import json
 import re
+from typing import Any
 
 import pytest
 
@@ -91,7 +92,10 @@ def test_what_asks_for_nothing_is_refused(run, tmp_path, capsys, arguments, mess
 
 def test_every_line_gets_one_record(run, tmp_path, demo):
     lines = [{"prompt": prompt, "id": f"p{i}"} for i, prompt in enumerate(PROMPTS)]
-    messages = {"messages": [{"role": "user", "content": PROMPTS[0]}], "id": "m"}
+    messages: dict[str, Any] = {
+        "messages": [{"role": "user", "content": PROMPTS[0]}],
+        "id": "m",
+    }
     arguments = write_input(tmp_path, *lines, messages)
     assert run(*arguments) == 0
     records = read_output(tmp_path)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -109,7 +110,8 @@ def test_paper_tasks_bring_lengths_shots_and_intervals_which_give_way_to_the_com
         "--paper",
         "dllm-cache",
     )
-    gsm8k, mbpp = evaluate.tasks_of(args)
+    tasks: list[Any] = evaluate.tasks_of(args)
+    gsm8k, mbpp = tasks
     assert (gsm8k.name, gsm8k.num_fewshot, gsm8k.with_chat_template) == (
         "gsm8k",
         4,
@@ -119,7 +121,8 @@ def test_paper_tasks_bring_lengths_shots_and_intervals_which_give_way_to_the_com
     assert mbpp.cache_options["dllm_cache"]["prompt_refresh_interval"] == 100
 
     args.paper_task, args.num_fewshot = "gsm8k", 2
-    assert [task.num_fewshot for task in evaluate.tasks_of(args)] == [2]
+    tasks = evaluate.tasks_of(args)
+    assert [cast(Any, task).num_fewshot for task in tasks] == [2]
     args.methods = "none,dllm_cache,dllm_cache:response_refresh_interval=2"
     none, cached, own = map(gsm8k.engine_of, evaluate.combinations(args, None))
     assert none["cache_options"] == {}
@@ -145,7 +148,8 @@ def test_a_paper_has_other_lengths_with_a_guide():
         "freecache",
         "one,guided=demo+guide_top_k=1,tokens_per_step=2",
     )
-    (task,) = evaluate.tasks_of(args)
+    tasks: list[Any] = evaluate.tasks_of(args)
+    (task,) = tasks
     assert (Path(task.name).name, task.num_fewshot) == ("hellaswag_chat.yaml", 5)
     one, guided, counted = map(task.decoding_of, evaluate.combinations(args, None))
     seed = {"seed": 0}
@@ -157,7 +161,8 @@ def test_a_paper_has_other_lengths_with_a_guide():
     )
     # Steps of a paper without a guide are not a guide's.
     args.paper, args.paper_task, args.methods = None, "gsm8k", "none"
-    (task,) = evaluate.tasks_of(args)
+    tasks = evaluate.tasks_of(args)
+    (task,) = tasks
     one, guided, _ = map(task.decoding_of, evaluate.combinations(args, None))
     assert ("steps" in one, "steps" in guided) == (True, False)
 

@@ -255,7 +255,7 @@ def test_what_is_no_count_no_option_or_no_object_is_refused(read, text):
 
 def test_errors_are_one_line_and_name_their_type_if_no_user_was_meant_to_see_them():
     with pytest.raises(ValidationError) as caught:
-        BatchRequest(prompt=1)
+        BatchRequest.model_validate({"prompt": 1})
     assert one_line(caught.value) == "prompt: Input should be a valid string", (
         "without pydantic's additions"
     )

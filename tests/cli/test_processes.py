@@ -109,7 +109,7 @@ def test_bench_measures_one_engine_after_the_other(tmp_path):
     ]
     (tmp_path / "watched_dllm.py").write_text(program)
     command = [
-        preloaded_programs() / "python",
+        str(preloaded_programs() / "python"),
         "watched_dllm.py",
         "bench",
         "--quick",

@@ -7,11 +7,13 @@ import re
 import threading
 
 import pytest
+from tokenizers import Tokenizer
 
 from dllm_engine.decisions import build
 from dllm_engine.decisions.build import DecisionInput, build_decision
 from dllm_engine.decisions.requests import schema_of
 from dllm_engine.structured_output import automata
+from dllm_engine.structured_output.build import build as build_automaton
 from dllm_engine.structured_output.compiler import Vocabulary
 from dllm_engine.structured_output.requests import serialized_tokenizer
 from tests.support.byte_level_tokenizers import TALE, spelled, train_tokenizer
@@ -45,7 +47,7 @@ def tokenized(monkeypatch):
             calls.append(len(texts))
             return self.tokenizer.encode_batch(texts, **options)
 
-    real = build.Tokenizer
+    real = Tokenizer
     monkeypatch.setattr(build, "Tokenizer", Counting)
     return calls
 
@@ -106,7 +108,7 @@ def test_what_no_tokens_can_spell_within_the_limits_is_not_tokenized(
 
 
 def test_fields_of_one_pattern_share_its_automaton(tokenizer, monkeypatch):
-    built, build_automaton = [], build.build
+    built = []
     monkeypatch.setattr(
         build,
         "build",

@@ -4,6 +4,7 @@ forward pass.
 
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from tests.support.random_decisions import decision_params, listed
 from tests.support.tiny_checkpoints import EOS
 
 TEXT = "Tom lives in Paris. Ida lives in Rome. Tom=48. Ida=07."
-QUESTIONS = [
+QUESTIONS: list[dict[str, Any]] = [
     {
         "type": "choice",
         "instructions": "Where does Tom live?",
@@ -84,7 +85,7 @@ def plain_decision(model, prompt, decision, options, literals, end):
     behind *= bool(model.whole_blocks)
     logits = model.predictions(prompt + response + [model.mask] * behind)
     masked = given_masked(template, logits[len(prompt) : length].double().numpy())
-    fields = {
+    fields: dict[str, Any] = {
         str(number): [(i, tokens) for i, each in enumerate(own) for tokens in each]
         for number, own in enumerate(options)
     }

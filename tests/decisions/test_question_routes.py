@@ -1,6 +1,7 @@
 """Questions over HTTP, in OpenAI's and in TypeSafe's protocol."""
 
 import json
+from typing import Any
 
 import pytest
 import zstandard
@@ -13,7 +14,7 @@ from tests.support.http_app import app_client, refusal, served
 
 TEXT = "Tom lives in Paris. Ida lives in Rome. Ben lives in Oslo."
 CITIES = ("Paris", "Rome", "Oslo")
-QUESTIONS = [
+QUESTIONS: list[dict[str, Any]] = [
     {
         "type": "choice",
         "name": "tom",

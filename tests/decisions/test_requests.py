@@ -4,6 +4,7 @@ with OpenAI's client.
 
 import json
 import re
+from typing import Any
 
 import pytest
 from openai import BadRequestError
@@ -16,7 +17,7 @@ from tests.support.engines import assert_nothing_left
 
 PROMPT = "Tom=48. Ida=07. Give: Ida, Tom"
 CHAT = [{"role": "user", "content": PROMPT}]
-FIELDS = {
+FIELDS: dict[str, Any] = {
     "name": ["Ida", "Tom", "Zoe"],
     "is_old": bool,
     "code": range(100),

@@ -100,7 +100,13 @@ def test_lines_are_answered_as_by_one_process_and_once_though_a_replica_is_kille
     bad = ["not JSON", json.dumps({"prompts": "x"})]
     (tmp_path / "in.jsonl").write_text("\n".join([*bad, *map(json.dumps, good)]) + "\n")
     output, log = tmp_path / "out.jsonl", tmp_path / "log"
-    command = [EXAMPLES / "ray_batch.py", "in.jsonl", "out.jsonl", "--replicas", "2"]
+    command = [
+        str(EXAMPLES / "ray_batch.py"),
+        "in.jsonl",
+        "out.jsonl",
+        "--replicas",
+        "2",
+    ]
     command += ["--lines", "8", "--gen-length", "32", "--block-length", "8"]
     with log.open("wb") as stderr:
         process = Program(command, cwd=tmp_path, env=environment, stderr=stderr)

@@ -112,7 +112,7 @@ BLOCK_RULES: list[dict[str, Any]] = [
     {"temperature": 1.0, "seed": 7, "top_p": 0.9},
     {"threshold": 0.2, "extra_args": {"constraint": CONSTRAINT.packed}},
 ]
-CASES = {
+CASES: dict[str, Any] = {
     **{
         f"none {model}": (model, {}, [{}, {"steps": 9}, *SAMPLED, *BIASED], ORDER)
         for model in [*PROMPTS][:3]
@@ -198,7 +198,7 @@ def check_two_ranks(engines, checkpoint_of, case, backend="mp"):
             if case["model"] == model
         ][::3]
     prompts = [*islice(cycle(prompts), max(len(prompts), len(rules), 4))]
-    asked = {"gen_length": 20, "block_length": 8, "ignore_eos": True}
+    asked: dict[str, Any] = {"gen_length": 20, "block_length": 8, "ignore_eos": True}
     params = [
         DiffusionParams(**asked, **rules[i % len(rules)]) for i in range(len(prompts))
     ]
@@ -306,7 +306,11 @@ def test_two_ranks_follow_the_guide_as_one_does(
         if other_tokenizer
         else DEMO_GUIDE_DIR
     )
-    engine = {"cache_method": cache_method, "guide_model": str(guide), "page_size": 16}
+    engine: dict[str, Any] = {
+        "cache_method": cache_method,
+        "guide_model": str(guide),
+        "page_size": 16,
+    }
     engine["skip_tokenizer_init"] = not other_tokenizer
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL_DIR)
     texts = [
@@ -315,7 +319,7 @@ def test_two_ranks_follow_the_guide_as_one_does(
         for example in make_examples(task, 2, seed=5)
     ]
     prompts = [tokenizer.encode(text) for text in texts]
-    asked = [
+    asked: list[dict[str, Any]] = [
         {"gen_length": 32, "block_length": 8} | ASKED[i % len(ASKED)]
         for i in range(len(prompts))
     ]

@@ -5,6 +5,7 @@
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -99,7 +100,7 @@ SIZES = [8, 12, 16, 24]
 @pytest.mark.parametrize("row", ROWS[::9], ids=lambda row: " ".join(row[:4]))
 def test_a_row_of_quantized_models_is_that_of_the_plans(row):
     model, weights, prompt, response, cells = row
-    settings = {
+    settings: dict[str, Any] = {
         "model": MODELS[model],
         "quantization": WEIGHTS[weights],
         "max_num_batched_tokens": 2048,

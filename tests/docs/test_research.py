@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -150,7 +151,7 @@ def test_a_server_takes_the_method_and_the_option(printed, environ, tmp_path):
     try:
         server.wait_until_ready()
         create = server.client().chat.completions.create
-        prompt = [{"role": "user", "content": "Reverse: Rome Tom Oslo"}]
+        prompt: Any = [{"role": "user", "content": "Reverse: Rome Tom Oslo"}]
 
         def figures(**options):
             options = {"vllm_xargs": {"block_length": 8, "trace": True, **options}}

@@ -89,9 +89,9 @@ def test_sampled_masks_weigh_each_choice_as_the_bound_does(length, num_samples):
         ):
             weights[tuple(masked)] = weights.get(tuple(masked), 0.0) + weight / draws
     assert len(weights) == 2**length - 1
-    for masked, weight in weights.items():
+    for positions, weight in weights.items():
         assert weight == pytest.approx(
-            1 / (len(masked) * math.comb(length, len(masked))), rel=0.15
+            1 / (len(positions) * math.comb(length, len(positions))), rel=0.15
         )
 
 

@@ -6,13 +6,13 @@ import pytest
 
 from dllm_engine.cli.main import main
 from dllm_engine.demo.tasks import TASKS
+from dllm_engine.evaluation.labelled_questions import reliability
 from dllm_engine.evaluation.own_tasks import (
     DEMO_TASKS,
     MATCHES,
     demo_questions,
     demo_tasks,
     read_tasks,
-    reliability,
 )
 
 

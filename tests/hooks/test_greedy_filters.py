@@ -2,6 +2,8 @@
 on them.
 """
 
+from typing import Any
+
 import pytest
 from vllm.sampling_params import SamplingParams
 
@@ -9,7 +11,7 @@ from dllm_engine import DiffusionParams
 from dllm_engine.model_executor.token_prediction import SamplingSettings
 from tests.support.engines import generate, scheduler_of
 
-FILTERS = {"top_p": 0.5, "top_k": 7}
+FILTERS: dict[str, Any] = {"top_p": 0.5, "top_k": 7}
 
 
 @pytest.fixture

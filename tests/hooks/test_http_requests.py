@@ -3,9 +3,11 @@ once.
 """
 
 import json
+from typing import Any
 
 import pytest
 
+from dllm_engine.admission import admitted
 from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.request_options.sampling_params import DefaultLength, ResponseLimit
 from dllm_engine.vllm_hooks import input_processor, patch, table
@@ -14,9 +16,9 @@ from tests.support.http_app import chunks_of, length_of, refusal
 
 QUESTION = "Tom=48. Ida=07. Give: Ida, Tom"
 CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": QUESTION}]})
-COMPLETION = ("/v1/completions", {"prompt": QUESTION})
+COMPLETION: Any = ("/v1/completions", {"prompt": QUESTION})
 RESPONSE = ("/v1/responses", {"input": QUESTION})
-ENDPOINTS = {
+ENDPOINTS: dict[str, Any] = {
     "chat": CHAT,
     "completion": COMPLETION,
     "response": RESPONSE,
@@ -85,7 +87,7 @@ of_chats_and_completions = pytest.mark.parametrize(
 def test_figures_come_with_each_chunk_and_what_grows_with_the_whole_response(
     ask, asked
 ):
-    fields = {
+    fields: dict[str, Any] = {
         "ignore_eos": True,
         "max_tokens": 16,
         "vllm_xargs": {"block_length": 8} | asked,
@@ -231,7 +233,7 @@ def test_a_question_about_the_mask_token_is_told_how_to_spell_it(
 
 
 def test_each_is_checked_once_and_leaves_nothing(demo, ask, monkeypatch):
-    checked, admitted = [], input_processor.admitted
+    checked = []
     monkeypatch.setattr(
         input_processor,
         "admitted",

@@ -18,7 +18,7 @@ from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateReque
 from tests.support.http_app import served
 
 CHAT = [{"role": "user", "content": "Hi"}]
-ROUTES = {
+ROUTES: dict[str, Any] = {
     "/v1/completions": (CompletionRequest, {"prompt": "Hi", "max_tokens": 1}),
     "/v1/chat/completions": (
         ChatCompletionRequest,
@@ -50,7 +50,7 @@ OFF = {
     "stop_token_ids": [],
 }
 """Numbers and the like that turn an option off."""
-REFUSED_BY_VLLM = [
+REFUSED_BY_VLLM: list[Any] = [
     ("allowed_token_ids", []),
     ("tools", []),
     ("background", None),

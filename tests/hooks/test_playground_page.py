@@ -86,10 +86,13 @@ def test_the_policy_lets_only_the_pages_own_style_and_script_run():
 
 @pytest.fixture(scope="module")
 def tags():
-    parser, tags = HTMLParser(), []
-    parser.handle_starttag = lambda tag, attributes: tags.append(
-        (tag, dict(attributes))
-    )
+    tags = []
+
+    class Tags(HTMLParser):
+        def handle_starttag(self, tag, attrs):
+            tags.append((tag, dict(attrs)))
+
+    parser = Tags()
     parser.feed(playground.page())
     return tags
 

@@ -7,7 +7,7 @@ import inspect
 import json
 from functools import cache
 from types import SimpleNamespace
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from vllm.entrypoints import serve
@@ -109,7 +109,12 @@ def test_bodies_arrive_whole_and_clients_that_leave_midway_do_not_reach_the_appl
         async def receive():
             return next(pending)
 
-        scope = {"type": "http", "method": "POST", "path": PATH, "headers": []}
+        scope: dict[str, Any] = {
+            "type": "http",
+            "method": "POST",
+            "path": PATH,
+            "headers": [],
+        }
         scope["app"] = SimpleNamespace(state=SimpleNamespace())
         answers = Answers(BodyCheck(application), OpenRequests())
         asyncio.run(answers(scope, receive, None))

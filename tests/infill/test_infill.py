@@ -2,6 +2,7 @@
 
 import re
 import threading
+from typing import Any
 
 import pytest
 from vllm import SamplingParams
@@ -120,7 +121,7 @@ def test_samples_differ(demo):
     assert len({tuple(completion.token_ids) for completion in output.outputs}) == 3
 
 
-BODIES = {
+BODIES: dict[str, Any] = {
     "/v1/completions": ({"prompt": PROMPT}, "max_tokens"),
     "/v1/chat/completions": ({"messages": CHAT}, "max_tokens", "max_completion_tokens"),
     "/v1/chat/completions/batch": ({"messages": [CHAT]}, "max_completion_tokens"),
@@ -188,7 +189,9 @@ def test_templates_over_http(client, complete):
 @pytest.mark.parametrize("path", BODIES)
 def test_a_template_comes_back_whole_whatever_longer_length_is_asked_for(client, path):
     body, name, *_ = BODIES[path]
-    template = {"vllm_xargs": {"template": [" Tom=", 2, ", Ida=", 2, ", Max=31"]}}
+    template: dict[str, Any] = {
+        "vllm_xargs": {"template": [" Tom=", 2, ", Ida=", 2, ", Max=31"]}
+    }
     answers = [
         client.post(path, json={"model": "demo"} | body | template | {name: n})
         for n in (14, 100, 10**6, 13)
@@ -200,7 +203,7 @@ def test_a_template_comes_back_whole_whatever_longer_length_is_asked_for(client,
 
 @pytest.mark.parametrize("kind", [DiffusionParams, SamplingParams])
 def test_in_python_too(demo, kind):
-    template = {"response_template": [None, 5, None]}
+    template: dict[str, Any] = {"response_template": [None, 5, None]}
     given = (
         template
         if kind is DiffusionParams

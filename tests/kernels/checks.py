@@ -28,7 +28,7 @@ Kernel = Callable[..., Any]
 FILTERS = [(1.0, 0), (0.9, 0), (0.5, 7), (0.999, 40), (1e-6, 10_000), (1.0, 1)]
 """Top-p and top-k."""
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-EXACT = {"rtol": 0, "atol": 0, "equal_nan": True}
+EXACT: dict[str, Any] = {"rtol": 0, "atol": 0, "equal_nan": True}
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 runs_triton = pytest.mark.skipif(
@@ -332,7 +332,7 @@ class CompilesForCuda:
             name: x for name, x in zip(names, arguments, strict=False) if x is None
         }
         values = dict(zip(names, arguments, strict=False)) | constants
-        types = {
+        types: dict[Any, str] = {
             torch.bfloat16: "*bf16",
             torch.float16: "*fp16",
             torch.float32: "*fp32",

@@ -65,7 +65,10 @@ def log(monkeypatch):
     seed=st.integers(0, 1000),
 )
 def test_equals_the_formula(lengths, heads, dim, dtype, seed):
-    q, k, v, *bounds = inputs(lengths, *heads, dtype=dtype, dim=dim, seed=seed)
+    num_heads, num_kv_heads = heads
+    q, k, v, *bounds = inputs(
+        lengths, num_heads, num_kv_heads, dtype=dtype, dim=dim, seed=seed
+    )
     out = attention.bidirectional_attention(q, k, v, *bounds)
     assert out.shape == q.shape
     assert out.dtype == dtype

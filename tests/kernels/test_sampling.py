@@ -51,8 +51,10 @@ def test_draws_equal_the_formula(temperature, first_token):
         numbers.integers(-(2**63), 2**63 - 1, 7),
         *numbers.integers(0, 5000, 14).view(2, 7),
     )
-    numbers = uniform(*(x[:, None] for x in drawn), first_token + torch.arange(150))
-    scores = logits.float() / temperature + gumbel_of(numbers)
+    seeds, forwards, positions = (counter[:, None] for counter in drawn)
+    tokens = first_token + torch.arange(150)
+    drawn_numbers = uniform(seeds, forwards, positions, tokens)
+    scores = logits.float() / temperature + gumbel_of(drawn_numbers)
     for forbidden in (-1, int(scores[3].argmax())):
         scores[:, forbidden] = -torch.inf if forbidden >= 0 else scores[:, forbidden]
         score, column = sampling.gumbel_max(

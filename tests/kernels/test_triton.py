@@ -111,8 +111,9 @@ def test_filtered_logits(monkeypatch, number):
     monkeypatch.setattr(sampling, "_BLOCK", 512)
     monkeypatch.setattr(sampling, "_STEP", 256)
     dtype = (torch.float32, torch.float16)[number % 2]
+    top_p, top_k = checks.FILTERS[number]
     checks.check_filtered_logits(
-        sampling.filtered_logits, 700, *checks.FILTERS[number], dtype, device=DEVICE
+        sampling.filtered_logits, 700, top_p, top_k, dtype, device=DEVICE
     )
 
 

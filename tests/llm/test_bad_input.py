@@ -3,7 +3,7 @@ out; the engine goes on.
 """
 
 import math
-from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,10 +34,11 @@ def healthy(llm) -> list[int]:
     return answer(llm)
 
 
-SETTINGS = {"gen_length": 16, "block_length": 8, "ignore_eos": True}
+SETTINGS: dict[str, Any] = {"gen_length": 16, "block_length": 8, "ignore_eos": True}
 
 
-answer = partial(tokens_of, prompt=PROMPT, **SETTINGS)
+def answer(llm, **settings) -> list[int]:
+    return tokens_of(llm, PROMPT, **(SETTINGS | settings))
 
 
 def refuse(
@@ -163,7 +164,7 @@ ODD += [
 ODD += [np.int64(1), np.float64(0.5), np.True_, 1j]
 """Values of which each field can have few."""
 FIELDS = [name for name in SamplingParams.__struct_fields__ if name[0] != "_"]
-NAMELESS = (
+NAMELESS: tuple[str, ...] = (
     "extra_args integers must be between -2**63 and 2**64 - 1",
     "the request cannot be sent to the engine",
 )

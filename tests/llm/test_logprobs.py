@@ -2,6 +2,7 @@
 and ``return_order``, which says by which forward pass each was."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from tests.support.plans import resolved
 from tests.support.tiny_checkpoints import EOS
 
 PROMPT = [3, 1, 4, 1, 5, 9]
-SAMPLED = {"temperature": 1.3, "top_p": 0.9, "top_k": 20, "seed": 3}
+SAMPLED: dict[str, Any] = {"temperature": 1.3, "top_p": 0.9, "top_k": 20, "seed": 3}
 
 
 complete = partial(
@@ -54,7 +55,7 @@ def test_each_token_and_the_likeliest_have_those_of_the_step_that_committed_it(
 ):
     folder = request.getfixturevalue(f"tiny_{family}")
     # Where attention goes by blocks, the response ends with one.
-    asked = (
+    asked: dict[str, Any] = (
         {"gen_length": 18, "block_length": PlainModel(folder).block_length}
         if family in ("sdar", "llada2")
         else {}
@@ -169,7 +170,7 @@ def test_given_tokens_are_certain_and_committed_by_no_pass_and_may_be_left_out(
     template = [7, None, None, 8, None, EOS, None, 9]
     given = [index for index, token in enumerate(template) if token is not None]
     holes = [index for index, token in enumerate(template) if token is None]
-    asked = {
+    asked: dict[str, Any] = {
         "gen_length": None,
         "steps": None,
         "block_length": 4,

@@ -5,6 +5,7 @@ raises an exception.
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
@@ -263,13 +264,14 @@ def test_an_exception_in_the_work_of_one_request_ends_that_request(
             return original(*args, **kwargs)
 
         if owner is scheduler.method:
-            method = replace(owner, **{name: broken})
+            changed: dict[str, Any] = {name: broken}
+            method = replace(owner, **changed)
             monkeypatch.setattr(scheduler, "method", method)
             monkeypatch.setattr(scheduler.tables, "method", method)
         else:
             monkeypatch.setattr(owner, name, broken)
 
-    for broken in {
+    attacks: dict[str, list[Any]] = {
         "canvas": [(runner.store, "open")],
         "report": [
             (
@@ -283,8 +285,9 @@ def test_an_exception_in_the_work_of_one_request_ends_that_request(
         "pages": [(scheduler.method, "pages")],
         "account": [(RequestState, "advance")],
         "finished block": [(RequestState, "_output")],
-    }[where]:
-        breaks(*broken)
+    }
+    for attacked in attacks[where]:
+        breaks(*attacked)
     prompts, asked = (
         [*NEIGHBOURS, [5] * BAD_LENGTH],
         [*(params() for _ in alone), params(seed=SEED)],

@@ -4,7 +4,7 @@ import argparse
 import importlib
 import sys
 from types import SimpleNamespace
-from typing import Annotated
+from typing import Annotated, Any
 
 import pytest
 from pydantic import Field
@@ -25,7 +25,7 @@ def toy(monkeypatch):
     for name in ("request_options", "params", "cli"):
         monkeypatch.setattr(dllm_engine, name, getattr(dllm_engine, name, None), False)
     facts = importlib.import_module("dllm_engine.request_options.facts")
-    ends = importlib.import_module("dllm_engine.request_options.ends")
+    ends: Any = importlib.import_module("dllm_engine.request_options.ends")
 
     class WithToy(ends.EndOptions):
         toy: Annotated[

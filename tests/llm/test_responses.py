@@ -1,6 +1,7 @@
 """Where a response ends, and what a request that leaves things open gets."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 from vllm import SamplingParams
@@ -103,7 +104,7 @@ def test_stop_string_ends_before_it(demo):
 
 CONTEXT = 61
 """No multiple of a block, of 4 tokens and of 8."""
-TO_THE_END = {"threshold": 0.5, "ignore_eos": True}
+TO_THE_END: dict[str, Any] = {"threshold": 0.5, "ignore_eos": True}
 
 
 @pytest.fixture(params=["tiny_sdar", "tiny_llada2"])

@@ -5,6 +5,7 @@ otherwise, and one line on its pages."""
 import logging
 import re
 import sys
+from typing import Any
 
 import pytest
 import vllm
@@ -115,7 +116,7 @@ def test_a_block_that_no_step_has_room_for_is_refused_when_it_is_asked_for(
 ):
     """An engine has room for a block of its own, however few rows it is given."""
     llm = engines(tiny_llada2, max_num_batched_tokens=4, max_num_seqs=4)
-    asked = {"gen_length": 8, "ignore_eos": True}
+    asked: dict[str, Any] = {"gen_length": 8, "ignore_eos": True}
     with pytest.raises(
         InvalidRequestError,
         match=r"^block_length=9: .* max_num_batched_tokens=8 rows; lower",

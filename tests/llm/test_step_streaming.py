@@ -4,7 +4,7 @@ same response as without.
 
 import math
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
 import pytest
 
@@ -15,8 +15,13 @@ from tests.support.stepped_engines import streamed
 from tests.support.tiny_checkpoints import MASK
 
 PROMPT = [3, 1, 4, 1, 5, 9]
-SETTINGS = {"gen_length": 24, "block_length": 8, "ignore_eos": True}
-plain = partial(completion_of, prompt=PROMPT, **SETTINGS)
+SETTINGS: dict[str, Any] = {"gen_length": 24, "block_length": 8, "ignore_eos": True}
+
+
+def plain(llm, prompt=PROMPT, **settings) -> Any:
+    return completion_of(llm, prompt, **(SETTINGS | settings))
+
+
 SPANS = {
     "span_steps": 1,
     "span_window": 1,

@@ -3,6 +3,7 @@ it.
 """
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from tests.support import tiny_checkpoints
 from tests.support.engines import assert_nothing_left, scheduler_of, tokens_of
 
 PROMPT = [3, 1, 4, 1, 5]
-SETTINGS = {"gen_length": 16, "block_length": 8, "ignore_eos": True}
+SETTINGS: dict[str, Any] = {"gen_length": 16, "block_length": 8, "ignore_eos": True}
 STATED = {}
 """Tensors that a trainer sends, by the name of the message."""
 

@@ -1,5 +1,7 @@
 """Sizing arithmetic says what a running engine does."""
 
+from typing import Any
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -38,7 +40,7 @@ MEMORY = 16 << 20
 
 def deployment(model, method="sparse", **settings):
     options = EngineOptions(cache_method=method, page_size=PAGE_SIZE)
-    defaults = {
+    defaults: dict[str, Any] = {
         "prompt": PROMPT,
         "response": RESPONSE,
         "block_length": BLOCK_LENGTH,
@@ -235,7 +237,11 @@ def test_a_guides_pages_are_what_a_running_engine_reserves(
         if own_tokenizer
         else "demo"
     )
-    settings = {"cache_method": "dual", "page_size": PAGE_SIZE, "guide_model": guide}
+    settings: dict[str, Any] = {
+        "cache_method": "dual",
+        "page_size": PAGE_SIZE,
+        "guide_model": guide,
+    }
     llm = engines("demo", skip_tokenizer_init=False, **settings)
     reserved, retained, _ = run_one(llm, RESPONSE)
     sizing = plan(deployment("demo", options=EngineOptions(**settings)))

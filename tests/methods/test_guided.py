@@ -5,6 +5,7 @@ that.
 import random
 import shutil
 from itertools import cycle
+from typing import Any
 
 import pytest
 import torch
@@ -25,12 +26,12 @@ from tests.support.tiny_checkpoints import write_guide
 VOCABULARY = 512
 LENGTHS = [(24, 16, 8), (7, 20, 20), (40, 24, 8), (15, 10, 4)]
 """Prompt, response, block."""
-TEMPLATES = {
+TEMPLATES: dict[int, Any] = {
     24: [5, None, None, 7] * 4 + [None] * 4 + [9] * 4,
     10: [None] * 3 + [8] * 4 + [None] * 3,
 }
 """Of responses of so many tokens."""
-SETTINGS = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "short window": {"speculation_length": 3},
     "lenient": {"guide_top_k": 40},
@@ -50,10 +51,12 @@ def guides(tmp_path_factory):
             vocab_size=VOCABULARY,
             **config,
         )
-        for name, config in {
-            "llama": {"num_key_value_heads": 4},
-            "qwen2": {"tie_word_embeddings": True},
-        }.items()
+        for name, config in dict[str, dict[str, Any]](
+            {
+                "llama": {"num_key_value_heads": 4},
+                "qwen2": {"tie_word_embeddings": True},
+            }
+        ).items()
     }
 
 
@@ -161,7 +164,10 @@ def test_engine_decodes_as_the_plain_one_does(
         template = TEMPLATES.get(gen_length)
         options = SETTINGS[settings] | {"response_template": template}
         (output,) = ask(llm, [(length, gen_length, block_length)], **options)
-        lengths = {"gen_length": gen_length, "block_length": block_length}
+        lengths: dict[str, Any] = {
+            "gen_length": gen_length,
+            "block_length": block_length,
+        }
         plain = plain_guided(
             plain_model, judged, prompt(length), texts=texts, **lengths, **options
         )
@@ -287,7 +293,7 @@ def test_a_guide_keeps_to_a_constraint(engine):
 
 def test_what_the_guide_has_no_room_for_is_unmasked_unchecked(engine):
     llm = engine(has_texts=True, guide_tokens_per_token=1.25)
-    settings = {
+    settings: dict[str, Any] = {
         "gen_length": 24,
         "block_length": 24,
         "ignore_eos": True,

@@ -2,6 +2,8 @@
 paper's.
 """
 
+from typing import Any
+
 import pytest
 
 from dllm_engine import DiffusionParams
@@ -73,7 +75,7 @@ def test_intervals_of_dllm_cache_are_the_papers_for_each_model(name, expected):
         0
     ], "the name tells"
     for chosen in ({}, "paper"):
-        cache = (
+        cache: Any = (
             EngineOptions(cache_method="dllm_cache", cache_options=chosen)
             .with_paper_settings(name, family)
             .cache
@@ -115,7 +117,7 @@ def test_an_engine_starts_with_the_papers_settings(
         f"those of 'instruct': prompt_refresh_interval=50, "
         f"response_refresh_interval={expected[1]}. Set" in line
     )
-    cache = scheduler_of(llm).options.cache
+    cache: Any = scheduler_of(llm).options.cache
     assert (cache.prompt_refresh_interval, cache.response_refresh_interval) == expected
     (output,) = generate(
         llm,
@@ -132,13 +134,14 @@ def test_cache_blocks_of_freecache_are_whole_blocks():
     engine = EngineOptions(
         cache_method="freecache", cache_options={"cache_block_length": 24}
     )
+    length: dict[str, Any] = {"gen_length": 48}
     for suited in (
         {"block_length": 8},
         {"block_length": 24},
         {"block_length": 48},
         {"gen_length": 10},
     ):
-        resolved(engine=engine, **{"gen_length": 48} | suited)
+        resolved(engine=engine, **length | suited)
     with pytest.raises(
         InvalidRequestError,
         match="block_length=16 does not divide the engine's cache_block_length=24",
@@ -158,12 +161,8 @@ def test_lowering_retention_needs_a_method_that_evicts(method):
 def test_a_request_may_retain_less_than_the_engine_but_no_more(method):
     engine = EngineOptions(cache_method=method, cache_options={"retention_ratio": 0.5})
     for ratio in (0.0, 0.5):
-        assert (
-            resolved(
-                engine=engine, gen_length=8, retention_ratio=ratio
-            ).cache.retention_ratio
-            == ratio
-        )
+        cache: Any = resolved(engine=engine, gen_length=8, retention_ratio=ratio).cache
+        assert cache.retention_ratio == ratio
     with pytest.raises(InvalidRequestError, match=r"retention_ratio=0\.9"):
         resolved(engine=engine, gen_length=8, retention_ratio=0.9)
 
@@ -186,7 +185,7 @@ last one Dream's.
 def test_a_rule_goes_with_the_policies_that_measure_what_it_needs(family, rule):
     suited = MEASURED_BY[rule]
     for unmasking in [None, *UNMASKING_POLICIES]:
-        asked = {
+        asked: dict[str, Any] = {
             "gen_length": 7,
             "block_length": 4,
             "unmasking": unmasking,

@@ -15,12 +15,12 @@ from tests.support.engines import generate, runner_of, scheduler_of
 from tests.support.stepped_engines import run_in_steps
 
 PROMPT = [7 * i % 100 for i in range(37)]
-REFRESHES = {
+REFRESHES: dict[str, Any] = {
     "prompt_refresh_interval": 6,
     "response_refresh_interval": 3,
     "update_ratio": 0.25,
 }
-SKIPS = {
+SKIPS: dict[str, Any] = {
     "keep_schedule": [[1, 0], [0.5, 0.25], [0.25, 0.5]],
     "block_refresh_interval": 4,
 }
@@ -163,7 +163,7 @@ CANVAS_65 = 4 * 9
     ids=str,
 )
 def test_pages_of_a_request(engine, method, model, options, lengths, expected):
-    base = {"dllm_cache": REFRESHES, "es_dllm": SKIPS}.get(method, {})
+    base: dict[str, Any] = {"dllm_cache": REFRESHES, "es_dllm": SKIPS}.get(method, {})
     assert held(engine(method, model, **base, **options), *lengths) == [
         *expected,
         ((0, 0), 1),
@@ -281,7 +281,8 @@ def test_a_model_of_one_layer_answers_as_without_a_cache(
     """Its keys and values depend on nothing but their own token. With ``dllm_cache`` it
     needs no page of features.
     """
-    model = tiny_checkpoints.write(family, tmp_path, **{depth: 1})
+    sizes: dict[str, Any] = {depth: 1}
+    model = tiny_checkpoints.write(family, tmp_path, **sizes)
     prompts = [[7 * i % 100 for i in range(1, length)] for length in (14, 6)]
     params = params_of(24, 8, steps=12)
     cached, plain = (

@@ -3,6 +3,7 @@ where prompts are fed in parts.
 """
 
 import random
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -35,7 +36,7 @@ def engine(request, engines, reference_checkpoints):
         llm.reset_prefix_cache()
         return llm
 
-    make.block_length = MODELS[request.param]
+    cast(Any, make).block_length = MODELS[request.param]
     return make
 
 
@@ -48,13 +49,13 @@ def requests_of(block_length: int, seed: int, count: int = 6):
 
     beginnings = [text(67), text(40), []]
     prompts = [beginnings[i % 3] + text(draw.randrange(1, 30)) for i in range(count)]
-    rules = [
+    rules: list[dict[str, Any]] = [
         {"threshold": 0.5},
         {"steps_per_block": 2},
         {"unmasking": "sequential"},
         {"entropy_budget": 2.0},
     ]
-    asked = {"block_length": block_length, "ignore_eos": True}
+    asked: dict[str, Any] = {"block_length": block_length, "ignore_eos": True}
     params = [
         DiffusionParams(
             gen_length=draw.randrange(1, 40),

@@ -9,6 +9,7 @@ import pytest
 
 from dllm_engine import DiffusionParams
 from dllm_engine.model_executor import model_runner
+from dllm_engine.model_executor.unmasking.filling import outcomes_of
 from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs
 from tests.support.engines import (
     assert_nothing_left,
@@ -55,7 +56,7 @@ def count_runs(monkeypatch):
     """A list that grows by the number of steps of each run of steps without a look at
     the device.
     """
-    outcomes_of, lengths = model_runner.outcomes_of, []
+    lengths = []
 
     def counted(filled, *args):
         lengths.append(len(filled))
@@ -148,9 +149,9 @@ def test_steps_of_a_rule_run_ahead_at_the_pace_of_the_last(engine, monkeypatch, 
     set_steps_per_dispatch(llm, 8, monkeypatch)
     lengths = count_runs(monkeypatch)
     for prompts, wanted in (
-        [PROMPTS, range(4)],
-        [PROMPTS[1:2], [1]],
-        [PROMPTS[:1], [0]],
+        (PROMPTS, [*range(4)]),
+        (PROMPTS[1:2], [1]),
+        (PROMPTS[:1], [0]),
     ):
         for output, i in zip(
             generate(llm, prompts, [params[i] for i in wanted]), wanted, strict=True

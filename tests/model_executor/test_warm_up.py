@@ -132,7 +132,7 @@ class Forgetful(FakeGraphs):
 
 
 class Failing(FakeGraphs):
-    def __call__(self, run):
+    def __call__(self, run, **options):
         raise RuntimeError("operation not permitted when stream is capturing")
 
 

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -227,8 +227,10 @@ class Decoding:
         """
         self.strict = whole = self.by_blocks and self.model.whole_blocks
         """Whether a confidence of ``threshold`` itself is not enough."""
-        self.plain_constraint = self.constraint and PlainConstraint(
-            self.constraint, self.stop_token_ids
+        self.plain_constraint = (
+            PlainConstraint(self.constraint, self.stop_token_ids)
+            if self.constraint
+            else None
         )
         self.cut = self.length
         """Where the canvas ends for the running pass."""
@@ -673,7 +675,7 @@ class Decoding:
             if self.order_noise
             else math.nan
         )
-        confidence = {
+        confidence: Any = {
             "low_confidence": plain[token],
             "maskgit_plus": p[token],
             "topk_margin": top[0] - top[1]

@@ -39,7 +39,8 @@ def importance(
     """
     x, out = model.embed(canvas), []
     for layer in model.layers:
-        attended = x + model.attention(layer, *model.qkv(layer, x, range(len(canvas))))
+        q, k, v = model.qkv(layer, x, range(len(canvas)))
+        attended = x + model.attention(layer, q, k, v)
         after = attended + model.mlp(layer, attended)
         changed = attended if of_attention else after
         out.append(

@@ -111,7 +111,8 @@ class PlainModel:
         """Of the blocks that attention goes by."""
         self.whole_blocks = c["architectures"] != ["StableDiffcoderForCausalLM"]
         self.mask = c["mask_token_id"]
-        self.end_tokens, self.turn_ends = (c["eos_token_id"],), ()
+        self.end_tokens: Sequence[int] = (c["eos_token_id"],)
+        self.turn_ends: Sequence[int] = ()
         transformers_names = "hidden_size" in c
         if transformers_names:
             self.heads, self.kv_heads, num_layers = (

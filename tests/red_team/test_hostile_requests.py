@@ -5,6 +5,7 @@ import http.client
 import json
 import math
 import socket
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.slow
 SECONDS = 30
 """Far above what any of these answers takes."""
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-GOOD = {
+GOOD: dict[str, Any] = {
     CHAT: {
         "model": "demo",
         "messages": [{"role": "user", "content": "Tom=48. Ida=07. Give: Ida"}],
@@ -158,7 +159,7 @@ def bounded(request):
     draws N times as many.
     """
     times = request.config.getoption("red_team")
-    same = {
+    same: dict[str, Any] = {
         "derandomize": True,
         "deadline": None,
         "database": None,

@@ -2,6 +2,8 @@
 tokens, order, and all cases state.
 """
 
+from typing import Any
+
 import pytest
 
 from tests.oracles.decode import decode
@@ -93,7 +95,8 @@ def test_switches_against_early_end_tokens(
         config = llm.llm_engine.vllm_config.model_config.hf_config
         monkeypatch.setattr(config, ours, asked[theirs], raising=False)
     model.end_tokens, model.turn_ends = [asked["eos_token_id"]], [asked["eot_token_id"]]
-    for answer in (*answers(llm, [(prompt, fields)]), decode(model, prompt, **fields)):
+    found: list[Any] = answers(llm, [(prompt, fields)])
+    for answer in (*found, decode(model, prompt, **fields)):
         assert (prompt + answer.tokens, answer.order) == (
             case["output_ids"],
             case["unmasked_per_step"],

@@ -271,7 +271,7 @@ def test_order_and_log_probabilities_are_those_of_the_pass_that_wrote_the_final_
 
 
 def test_a_threshold_of_one_and_no_more_steps_is_no_editing(llm):
-    plain = {"gen_length": 21, "block_length": 8, "threshold": 0.7}
+    plain: dict[str, Any] = {"gen_length": 21, "block_length": 8, "threshold": 0.7}
     params = [
         DiffusionParams(**plain),
         DiffusionParams(**plain, edit_threshold=1.0, max_post_steps=0),
@@ -350,7 +350,9 @@ def test_every_state_of_a_constrained_response_can_be_completed(
             figures.edited_per_step,
         ):
             canvas |= written
-            states.append([canvas.get(start + i) for i in range(asked["gen_length"])])
+            states.append(
+                [canvas.get(start + i) for i in range(int(asked["gen_length"]))]
+            )
         assert all(constraint.completable(state)[0][0] for state in states)
         assert states[-1] == list(completion.token_ids)
         assert list(generate(llm, [prompt], own)[0].outputs[0].token_ids) == states[-1]

@@ -8,7 +8,8 @@ import re
 import pytest
 
 from dllm_engine import plugin
-from dllm_engine.cache_methods import CACHE_METHODS, CacheMethod
+from dllm_engine.cache_methods import CACHE_METHODS
+from dllm_engine.cache_methods.base import CacheMethod
 from dllm_engine.decoding.unmasking_policies import PARALLEL_RULES, UnmaskingRule
 from dllm_engine.entry_points import EntryPointGroup, PluginError
 from tests.repository.test_imports import PROJECT

@@ -28,7 +28,7 @@ def made(tmp_path, monkeypatch):
     monkeypatch.setattr(environment, "check_machine", lambda: None)
     monkeypatch.setattr(environment, "CHECK", "")
     made = Environment(tmp_path / "venv")
-    made.python = sys.executable
+    made.python = type(made.python)(sys.executable)
     return made, installed
 
 

@@ -59,7 +59,7 @@ def imports_of(
             "importorskip",
         ):
             yield from (
-                (node.lineno, arg.value, set())
+                (node.lineno, str(arg.value), set())
                 for arg in node.args[:1]
                 if isinstance(arg, ast.Constant)
             )

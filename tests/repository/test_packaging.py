@@ -134,7 +134,7 @@ def test_installed_wheel_works_without_the_checkout(wheel, tmp_path):
         for key, value in os.environ.items()
         if key != "PYTHONPATH" and not key.startswith("VLLM_")
     }
-    command = [python.parent / "dllm", "generate", "Reverse: Rome Tom Oslo"]
+    command = [str(python.parent / "dllm"), "generate", "Reverse: Rome Tom Oslo"]
     ran = subprocess.run(
         command, cwd=tmp_path, env=environ, capture_output=True, text=True
     )

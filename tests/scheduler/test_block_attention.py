@@ -3,6 +3,7 @@ refused.
 """
 
 import re
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,7 @@ def test_a_block_is_longer_than_the_response_only_where_attention_goes_by_it(
     ],
 )
 def test_what_needs_attention_to_later_blocks_is_refused_by_name(option, value):
-    rule = {} if option == "slow_fast" else {"threshold": 0.9}
+    rule: dict[str, Any] = {} if option == "slow_fast" else {"threshold": 0.9}
     length = len(value) if isinstance(value, list) else 3
     said = re.escape(f"{option}={value}: attention of SDAR goes by blocks: ")
     with pytest.raises(

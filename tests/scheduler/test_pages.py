@@ -3,6 +3,7 @@ reserve.
 """
 
 import random
+from typing import Any
 
 import pytest
 
@@ -117,7 +118,7 @@ def test_no_request_needs_more_pages_than_the_longest_or_holds_more_than_it_need
             cache_options=draw_cache_options(draw, method),
             page_size=page_size,
         )
-        sizes = {
+        sizes: dict[str, Any] = {
             "page_size": page_size,
             "hidden_size": draw.choice([8, 16]),
             "num_layers": 4,

@@ -2,6 +2,7 @@
 
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import openai
 import pytest
@@ -102,7 +103,7 @@ def test_the_cache_is_the_one_asked_for_and_the_log_has_neither_prompts_nor_keys
     servers,
 ):
     server = keyed_server(servers)
-    messages = [
+    messages: Any = [
         {"role": "user", "content": "Reverse: Rome Tom Oslo"}
     ]  # 10 tokens with the template
     body = {"ignore_eos": True, "vllm_xargs": {"block_length": 8}}

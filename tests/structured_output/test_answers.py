@@ -3,6 +3,7 @@
 import json
 import re
 import threading
+from typing import Any
 
 import pytest
 from openai import BadRequestError
@@ -155,7 +156,7 @@ def test_bad_requests_are_answered_with_400(openai, demo, fields, message, strea
 CHAT_SCHEMA = {
     "text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}
 }
-ROUTES = {
+ROUTES: dict[str, Any] = {
     "/v1/completions": {"prompt": PROMPT, "structured_outputs": {"regex": "(a"}},
     "/v1/chat/completions": {"messages": CHAT, "structured_outputs": {"regex": "(a"}},
     "/v1/chat/completions/batch": {
@@ -250,7 +251,10 @@ def test_a_tool_parser_reads_the_calls_that_the_model_is_free_to_make(demo):
 
 def test_tokens_in_and_out(demo):
     client = served(demo, "--served-model-name", "demo", "--enable-scale-out")
-    asked = {"max_tokens": 16, "structured_outputs": {"regex": "tok(ens)?"}}
+    asked: dict[str, Any] = {
+        "max_tokens": 16,
+        "structured_outputs": {"regex": "tok(ens)?"},
+    }
     answer = client.post(
         "/inference/v1/generate",
         json={"token_ids": [5, 6, 7], "sampling_params": asked},

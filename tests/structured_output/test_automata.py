@@ -4,6 +4,7 @@ import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from subprocess import CompletedProcess
+from typing import Any
 
 import numpy as np
 import psutil
@@ -33,7 +34,7 @@ from tests.support.byte_level_tokenizers import NOTE, TALE, spelled, train_token
 from tests.support.preloaded import Program, wait_until
 
 END = "<|end|>"
-LIMITS = {"max_states": 4096, "build_seconds": 30.0}
+LIMITS: dict[str, Any] = {"max_states": 4096, "build_seconds": 30.0}
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ response exactly too.
 import json
 import re
 from itertools import cycle
+from typing import Any
 
 import pytest
 from openai import BadRequestError
@@ -23,7 +24,7 @@ from tests.structured_output.test_answers import (
     is_person,
 )
 
-FORMS = {
+FORMS: dict[str, Any] = {
     name: ({"structured_outputs": fields}, matches)
     for name, (fields, matches) in ASKED.items()
 }
@@ -74,7 +75,7 @@ def test_completions_and_chats(client, form, path, stream):
                 )
                 texts[choice["index"]] += part.get("content") or ""
                 reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
-        assert all(map(matches, texts)), texts
+        assert all(matches(text) for text in texts), texts
         assert reasons == ["stop"] * 2
 
 

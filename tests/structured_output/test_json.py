@@ -115,11 +115,11 @@ def schemas(draw, depth: int = 3) -> Pair:
             TEXTS, values, max_size=2
         )
     if kind == "tuple":
-        items, values = zip(*(draw(inner) for _ in range(2)), strict=True)
-        return {"type": "array", "prefixItems": [*items]}, st.tuples(*values).map(list)
+        items, parts = zip(*(draw(inner) for _ in range(2)), strict=True)
+        return {"type": "array", "prefixItems": [*items]}, st.tuples(*parts).map(list)
     if kind == "any":
-        branches, values = zip(*(draw(inner) for _ in range(2)), strict=True)
-        return {"anyOf": [*branches]}, st.one_of(*values)
+        branches, parts = zip(*(draw(inner) for _ in range(2)), strict=True)
+        return {"anyOf": [*branches]}, st.one_of(*parts)
     return draw(scalars())
 
 

@@ -8,6 +8,7 @@ import re
 import shutil
 from functools import cache
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from pydantic import BaseModel
@@ -221,7 +222,7 @@ class Person(BaseModel):
     is_old: bool
 
 
-SHOWN = {
+SHOWN: dict[str, Any] = {
     "thinking": ({}, True),
     "left out": ({"include_reasoning": False}, False),
     "off": (NO_THINKING, False),

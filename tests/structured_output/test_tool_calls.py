@@ -4,7 +4,8 @@ flags for tools.
 
 import json
 import shlex
-from types import SimpleNamespace
+from argparse import Namespace
+from typing import Any
 
 import pytest
 from vllm.sampling_params import StructuredOutputsParams
@@ -42,7 +43,7 @@ MESSAGE = {
         }
     ],
 }
-ROUTES = {
+ROUTES: dict[str, Any] = {
     "/v1/chat/completions": CHAT,
     "/v1/responses": RESPONSE,
     "/v1/messages": MESSAGE,
@@ -239,7 +240,7 @@ def test_a_parser_is_taken_for_the_form_that_a_template_describes(template, pars
 
 def test_flags_of_the_user_come_first(demo):
     arguments = {"model": model_path("demo"), "chat_template": None}
-    free = SimpleNamespace(
+    free = Namespace(
         **arguments, enable_auto_tool_choice=True, tool_call_parser="pythonic"
     )
     serve_tool_calls(free, demo.model_config)

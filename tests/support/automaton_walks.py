@@ -1,6 +1,7 @@
 """Texts through automata over tokens."""
 
 import random
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +28,7 @@ TOKENS += ["é".encode()[1:] + b"a"]
 
 
 def built(
-    kind: str,
+    kind: Any,
     text: str,
     tokens: list[bytes] = TOKENS,
     spaces: bool = True,

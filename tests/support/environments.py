@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib.metadata import distribution
 from pathlib import Path
 
-NEEDS = distribution("numpy").locate_file("").as_posix()
+NEEDS = str(distribution("numpy").locate_file(""))
 """The folder of the packages of the environment that runs the tests."""
 
 

@@ -128,7 +128,8 @@ class FakeGraphs:
         if launch_first:
             run()
         before = None if pages is None else pages.memory.clone()
-        with Capture() as capture:
+        capture = Capture()
+        with capture:
             result = run()
         if pages is not None and before is not None:
             pages.memory.copy_(before)  # what is recorded on a GPU does not run

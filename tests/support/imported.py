@@ -14,7 +14,7 @@ from typing import Any
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 # Ray reads a worker's variables when it is imported, so each program imports it by
 # itself.
-sys.modules["ray"] = None  # type: ignore[assignment]
+sys.modules["ray"] = None
 # ruff: noqa: E402
 
 import vllm.entrypoints.cli.main

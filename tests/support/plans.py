@@ -66,9 +66,14 @@ EOS = 1
 
 def spec_of(**changes: Any) -> DecodingSpec:
     """A prompt of 10 tokens and a response of 21 in three blocks, the last of 5."""
-    flat = {"prompt_length": 10, "gen_length": 21, "block_length": 8, "steps": 11}
+    flat: dict[str, Any] = {
+        "prompt_length": 10,
+        "gen_length": 21,
+        "block_length": 8,
+        "steps": 11,
+    }
     flat |= changes
-    groups = {
+    groups: dict[str, Any] = {
         name: group(
             **{f.name: flat.pop(f.name) for f in fields(group) if f.name in flat}
         )

@@ -150,7 +150,7 @@ def _start_server(folder: Path, run: int) -> None:
         **os.environ,
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }
-    command = [sys.executable, __file__, "serve", address, str(run)]
+    command = [sys.executable, __file__, "serve", str(address), str(run)]
     server = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environment
     )
@@ -170,16 +170,9 @@ def serve(address: str, run: int) -> list[str]:
     print("ready", flush=True)
     programs: dict[int, tuple[socket.socket, int]] = {}  # client and pid, by pidfd
     while True:
-        ready, _, _ = select.select(
-            [
-                run_ended,
-                listener,
-                *programs,
-                *(client for client, _ in programs.values()),
-            ],
-            [],
-            [],
-        )
+        clients = [client for client, _ in programs.values()]
+        watched: list[Any] = [run_ended, listener, *programs, *clients]
+        ready, _, _ = select.select(watched, [], [])
         if run_ended in ready:
             shutil.rmtree(Path(address).parent)
             sys.exit()

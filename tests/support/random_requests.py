@@ -225,12 +225,14 @@ def noise_of(seed: int, vocab_size: int) -> tuple[Uniform, Callable[[int, int], 
 
     def draw(forward: int, position: int, tokens: torch.Tensor) -> torch.Tensor:
         return uniform(
-            *(torch.tensor(value) for value in (seed, forward, position)), tokens
+            torch.tensor(seed), torch.tensor(forward), torch.tensor(position), tokens
         )
 
     vocabulary = torch.arange(vocab_size)
-    return lambda *at: draw(*at, vocabulary), lambda *at: float(
-        draw(*at, torch.tensor(NO_TOKEN))
+    order = torch.tensor(NO_TOKEN)
+    return (
+        lambda forward, position: draw(forward, position, vocabulary),
+        lambda forward, position: float(draw(forward, position, order)),
     )
 
 

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -52,12 +52,12 @@ class Server:
         self.port = get_open_port()
         self.log = log
         # The tests' own engines run in one process.
-        variables = {
+        variables: dict[str, Any] = {
             "VLLM_LOGGING_LEVEL": logging_level,
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         }
         command = [
-            Path(sys.executable).parent / program,
+            str(Path(sys.executable).parent / program),
             *arguments,
             "--host",
             "127.0.0.1",
@@ -86,10 +86,8 @@ class Server:
 
     def chat(self, prompt: str, model: str = "demo", **asked: Any) -> Any:
         """What one of ``demo_answers`` is by HTTP."""
-        messages, body = (
-            [{"role": "user", "content": prompt}],
-            {"vllm_xargs": {"block_length": 8}},
-        )
+        messages: Any = [{"role": "user", "content": prompt}]
+        body = {"vllm_xargs": {"block_length": 8}}
         create = self.client().chat.completions.create
         return create(
             model=model, messages=messages, max_tokens=32, extra_body=body, **asked
@@ -148,7 +146,7 @@ def is_healthy(url: str) -> bool:
 def scrape(url: str) -> dict[str, float]:
     """Every series of ``/metrics``, summed over its labels."""
     text = urllib.request.urlopen(url + "/metrics", timeout=30).read().decode()
-    values: Counter[str] = Counter()
+    values: dict[str, float] = defaultdict(float)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             values[sample.name] += sample.value

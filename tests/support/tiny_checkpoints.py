@@ -331,7 +331,7 @@ def write(
     folder: Path,
     *,
     seed: int = 0,
-    edit: Callable[[Tensors], None] | None = None,
+    edit: Callable[[Tensors], object] | None = None,
     **config: Any,
 ) -> Path:
     """A checkpoint; ``config`` overrides keys (None removes one), ``edit`` changes the

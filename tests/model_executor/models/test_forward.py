@@ -4,6 +4,7 @@ plain implementation.
 
 import json
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -88,7 +89,7 @@ def test_logits_are_those_of_the_authors_code(engines, reference_checkpoints, na
     )
 
 
-LAYOUTS = {
+LAYOUTS: dict[str, Any] = {
     "llada grouped queries": {"n_kv_heads": 2},
     "llada tied": {"weight_tying": True},
     "llada qkv bias": {"include_qkv_bias": True},
@@ -146,7 +147,7 @@ def test_logits_of_other_layouts_are_those_of_a_plain_version(
 
 
 QWEN3_MOE = ("qwen3_moe", "Qwen3MoeForCausalLM")
-SAME_IN_TRANSFORMERS = {
+SAME_IN_TRANSFORMERS: dict[str, Any] = {
     "sdar_moe": (*QWEN3_MOE, {}),
     "sdar_moe plain": (
         *QWEN3_MOE,

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -183,7 +184,11 @@ def test_dream_runs_without_its_remote_code(engines, tmp_path, trust_remote_code
         "AutoConfig": "configuration_dream.DreamConfig",
         "AutoModel": "modeling_dream.DreamModel",
     }
-    sizes = {"vocab_size": 262, "mask_token_id": 261, "eos_token_id": 258}
+    sizes: dict[str, Any] = {
+        "vocab_size": 262,
+        "mask_token_id": 261,
+        "eos_token_id": 258,
+    }
     folder = tiny_checkpoints.write("dream", tmp_path, auto_map=remote, **sizes)
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: i for i, character in enumerate(characters)} | {

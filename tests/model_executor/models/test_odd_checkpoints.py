@@ -612,6 +612,10 @@ def test_defaults_that_follow_from_other_keys_follow_overrides():
 def test_a_caller_states_what_a_config_leaves_out(engines, tiny_sdar, tmp_path):
     stated = {"block_size": 8, "mask_token_id": tiny_checkpoints.MASK}
     folder = tiny_checkpoints.write("sdar", tmp_path, **dict.fromkeys(stated))
-    asked = {"prompt": [*range(30)], "gen_length": 20, "ignore_eos": True}
+    asked: dict[str, Any] = {
+        "prompt": [*range(30)],
+        "gen_length": 20,
+        "ignore_eos": True,
+    }
     expected = tokens_of(engines(tiny_sdar), block_length=8, **asked)
     assert tokens_of(engines(folder, hf_overrides=stated), **asked) == expected

@@ -1,5 +1,7 @@
 """Quantized checkpoints of every family under vLLM's quantization methods."""
 
+from typing import Any, cast
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -127,7 +129,7 @@ def test_modules_to_leave_as_they_are_go_by_the_released_names(
             hasattr(module, "weight_packed")
             for module in (layer.qkv_proj, layer.out_proj, *layer.mlp.children())
         ]
-        for layer in runner_of(llm).model.layers
+        for layer in cast(Any, runner_of(llm).model.layers)
     ]
     assert is_packed == [[True, False, True, True], [True, False, False, True]]
     assert isinstance(dense_logits(llm, IDS)[0], torch.Tensor)
@@ -136,9 +138,8 @@ def test_modules_to_leave_as_they_are_go_by_the_released_names(
 def test_weights_become_fp8_while_they_load(engines, plain):
     llm = engines(plain["llada"], dtype="bfloat16", quantization="fp8_per_channel")
     (expected,) = dense_logits(engines(plain["llada"]), IDS)
-    assert (
-        runner_of(llm).model.layers[0].mlp.down_proj.weight.dtype == torch.float8_e4m3fn
-    )
+    layer: Any = runner_of(llm).model.layers[0]
+    assert layer.mlp.down_proj.weight.dtype == torch.float8_e4m3fn
     assert distance(dense_logits(llm, IDS)[0], expected) < 0.3
 
 
@@ -203,6 +204,6 @@ def test_experts_may_be_left_as_they_are(
         )
     llm = engines(model, dtype="bfloat16", **settings)
     (expected,) = dense_logits(engines(plain_model), IDS)
-    layer = runner_of(llm).model.layers[1]
+    layer: Any = runner_of(llm).model.layers[1]
     assert type(layer.out_proj.quant_method).__name__ != "UnquantizedLinearMethod"
     assert distance(dense_logits(llm, IDS)[0], expected) < 0.3

@@ -23,7 +23,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "dynamic": {"factor": 3},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 40},
 }
-YARNS = [
+YARNS: Any = [
     {"attention_factor": 1.7},
     {"beta_fast": 8, "beta_slow": 2.0},
     {"truncate": False},
@@ -106,7 +106,7 @@ def test_models_compute_with_it(engines, tmp_path, family, kind):
 
 
 def test_dynamic_scaling_is_for_the_longest_canvas_that_is_served(engines, tmp_path):
-    rope = {
+    rope: dict[str, Any] = {
         "rope_scaling": {"type": "dynamic", "factor": 4.0},
         "max_position_embeddings": 64,
     }
@@ -191,12 +191,16 @@ def test_a_part_of_a_head_is_turned_in_llada2_alone():
     ids=["none", "dynamic"],
 )
 def test_an_override_takes_the_place_of_what_the_file_states(engines, tmp_path, stated):
-    rope = {"rope_type": "linear", "factor": 4.0}
+    rope: dict[str, Any] = {"rope_type": "linear", "factor": 4.0}
     plain = tiny_checkpoints.write("dream", tmp_path / "plain", **stated)
     stretched = tiny_checkpoints.write(
         "dream", tmp_path / "stretched", rope_parameters=rope
     )
-    asked = {"prompt": [*range(30)], "gen_length": 20, "ignore_eos": True}
+    asked: dict[str, Any] = {
+        "prompt": [*range(30)],
+        "gen_length": 20,
+        "ignore_eos": True,
+    }
     expected = tokens_of(engines(stretched, max_model_len=None), **asked)
     assert expected != tokens_of(engines(plain), **asked)
 
