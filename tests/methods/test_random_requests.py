@@ -303,7 +303,7 @@ SUITED = [
     (method, name)
     for method in METHODS
     for kind in CACHE_METHODS[method].attention
-    for name in MODELS[kind]
+    for name in MODELS.get(kind, ())  # causal: no reference checkpoint is
 ]
 
 
