@@ -265,3 +265,11 @@ def test_lengths_above_a_servers_own_limit_are_refused_and_our_default_limits_no
     ):
         length(301, ResponseLimit(300))
     assert length(301, 300) == 300, "vLLM clips those of other models"
+
+
+def test_a_number_too_long_to_read_is_refused_by_the_messages_api(client):
+    body = b'{"model": "demo", "messages": [], "max_tokens": ' + b"9" * 5000 + b"}"
+    sent_as = {"content-type": "application/json"}
+    answer = client.post("/v1/messages", content=body, headers=sent_as)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"] == "There was an error parsing the body"

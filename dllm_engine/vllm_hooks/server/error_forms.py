@@ -70,7 +70,12 @@ class AnthropicErrors:
             return
 
         def translated(status: int, body: bytes) -> dict[str, Any]:
-            return anthropic_error(status, json.loads(body)["error"]["message"])
+            stated = json.loads(body)
+            # FastAPI's own refusals, of a body that it cannot read, have no "error".
+            message = (
+                stated["error"]["message"] if "error" in stated else stated["detail"]
+            )
+            return anthropic_error(status, str(message))
 
         await rewrite_json(
             self.app, (scope, receive, send), lambda status: status >= 400, translated
