@@ -55,22 +55,25 @@ def observed_step(llm: LLM) -> Dispatch:
     runner, scheduler = runner_of(llm), scheduler_of(llm)
     masked = {i: state.progress.num_masked for i, state in scheduler.states.items()}
     forward = runner.denoiser.forward
-    seen: list[tuple[Any, Any]] = []
+    seen: list[tuple[Any, Any, Any]] = []
 
     def recording(batch: Any, layer_pass: Any) -> Any:
-        seen.append((batch, layer_pass))
-        return forward(batch, layer_pass)
+        hidden, results = forward(batch, layer_pass)
+        seen.append((batch, layer_pass, results))
+        return hidden, results
 
     with mock.patch.object(runner.denoiser, "forward", recording):
         outputs, seconds = timed(llm.llm_engine.step)
     return Dispatch(
         outputs,
         seconds,
-        [_observed(batch, layer_pass, masked) for batch, layer_pass in seen],
+        [_observed(*forward_pass, masked) for forward_pass in seen],
     )
 
 
-def _observed(batch: Any, layer_pass: Any, masked: dict[str, int]) -> ObservedPass:
+def _observed(
+    batch: Any, layer_pass: Any, results: Any, masked: dict[str, int]
+) -> ObservedPass:
     """A pass, given how many tokens the window of each request had masked; lowers these
     by what the plans unmask.
     """
@@ -80,7 +83,8 @@ def _observed(batch: Any, layer_pass: Any, masked: dict[str, int]) -> ObservedPa
         head_rows += min(left, plan.quota.candidates.size)
         masked[request_id] = left - min(left, plan.quota.count)
     rows = [
-        layer_pass.rows_computed(i, batch.sizes[i]) for i in range(len(batch.plans))
+        layer_pass.rows_computed(i, batch.sizes[i], results)
+        for i in range(len(batch.plans))
     ]
     specs = [canvas.spec for canvas in batch.canvases]
     canvases = [

@@ -9,7 +9,7 @@ import torch
 
 from dllm_engine.decoding.messages import Failures
 from dllm_engine.decoding.step_plan import StepPlan
-from dllm_engine.model_executor.candidates import BatchCandidates
+from dllm_engine.model_executor.candidates import UNFINISHED, BatchCandidates
 from dllm_engine.model_executor.canvas_store import Canvas
 from dllm_engine.model_executor.graphs.step import StepGraphs
 from dllm_engine.model_executor.guide.model import Draft
@@ -211,9 +211,11 @@ def _constrained_rows(group: BatchCandidates) -> list[ConstrainedRows]:
     canvases = group.batch.canvases
     if canvases[group.members[0]].constrained is None:
         return []
-    positions = (
-        group.positions.cpu().numpy()
-    )  # waits: which rows predict, the device alone may know
+    # A row that has left the pass predicts nothing; what lies behind all blocks is left
+    # out. Waits: which rows these are, the device alone may know.
+    unfinished = group.flags & UNFINISHED > 0
+    nowhere = torch.iinfo(torch.int64).max
+    positions = group.positions.masked_fill(unfinished, nowhere).cpu().numpy()
     constrained = []
     for index in group.members:
         canvas, rows = canvases[index], group.rows_of(index)

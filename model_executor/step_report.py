@@ -113,7 +113,7 @@ class Reporter:
         tokens = canvas.known[sent].tolist()
         return StepReport(
             plan=plan,
-            rows_computed=layer_pass.rows_computed(index, rows.size),
+            rows_computed=layer_pass.rows_computed(index, rows.size, results),
             num_unmasked=len(canvas.last_unmasked) - len(taken_back),
             masked=masked,
             num_edited=len(edited),

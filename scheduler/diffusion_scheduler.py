@@ -536,7 +536,10 @@ class DiffusionScheduler(SchedulerInterface):
         """Let no request find the pages of those before it; returns False if that
         cannot be done, because requests hold pages. ``reset_running_requests``: preempt
         those that can go on without them."""
-        if reset_running_requests and self.method.keeps_for_good:
+        can_lose_pages = (
+            self.method.keeps_for_good and not self.options.cache.keeps_running_block
+        )
+        if reset_running_requests and can_lose_pages:
             for state in reversed(self.running):
                 self._preempt(state)
         return self.tables.forget_prefixes()

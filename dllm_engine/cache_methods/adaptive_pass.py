@@ -211,7 +211,7 @@ class AdaptivePass(LayerPass):
             hidden, phases, self.tables.row_slots(), self.features.row_slots(), rows
         )
 
-    def rows_computed(self, index: int, num_rows: int) -> int:
+    def rows_computed(self, index: int, num_rows: int, results: Results) -> int:
         first, rest = (
             self.first_adaptive_layer,
             self.num_layers - self.first_adaptive_layer,

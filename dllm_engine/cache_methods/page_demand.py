@@ -44,8 +44,8 @@ class PageDemand:
     def at_admission(self, spec: DecodingSpec, running: Blocks) -> int:
         """Pages reserved at admission with ``running`` blocks: the most that the
         request can need. Methods that keep tokens for good reserve the pages that also
-        keep the running blocks."""
-        if not self.method.keeps_for_good:
+        keep the running blocks, unless a request must not lose them."""
+        if not self.method.keeps_for_good or spec.cache.keeps_running_block:
             return self.most(spec)
         following = min(running.stop, spec.layout.num_blocks - 1)
         return self.num_held(spec, Blocks(following, following + 1))

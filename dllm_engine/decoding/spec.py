@@ -59,6 +59,13 @@ class CacheOptions(BaseModel):
         return None
 
     @property
+    def keeps_running_block(self) -> bool:
+        """True if pages keep rows of the running block that cannot be computed again.
+        They are then reserved for the whole response, so that no request loses any.
+        """
+        return False
+
+    @property
     def largest(self) -> Self:
         """Options with which a request of unknown prompt length holds the most
         pages.

@@ -127,7 +127,7 @@ class LayerPass:
         has settled it. The same on every rank."""
         return None
 
-    def rows_computed(self, index: int, num_rows: int) -> int:
+    def rows_computed(self, index: int, num_rows: int, results: Results) -> int:
         """Rows that the pass computed for a request of ``num_rows``, as a mean over the
         layers, rounded up.
         """

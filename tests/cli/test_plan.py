@@ -54,7 +54,7 @@ def test_a_block_model_is_planned_with_its_own_method_and_with_prompts_in_parts(
         "block",
         8192,
     )
-    assert [other["cache_method"] for other in own["others"]] == ["none"]
+    assert [other["cache_method"] for other in own["others"]] == ["focus", "none"]
     assert (
         json.loads(planned(capsys, *asked, "--cache-method", "none"))[
             "max_num_batched_tokens"

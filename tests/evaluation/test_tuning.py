@@ -52,7 +52,7 @@ def test_options_differ_from_the_papers_of_the_model_and_blocks_are_at_most_the_
     assert space().methods["none"] == []
     assert space(gen_length=32).block_lengths == [4, 16, 32]
     assert space(gen_length=256, block_length=256).block_lengths == [32, 64, 128]
-    assert set(space("demo-blocks").methods) == {"none", "block"}
+    assert set(space("demo-blocks").methods) == {"none", "block", "focus"}
     assert space("demo-blocks").block_lengths == ()
 
 

@@ -230,6 +230,13 @@ ENGINES: dict[str, list[tuple[int, int, dict[str, Any]]]] = {
         ),
     ],
     "block": [(4, 1, {}), (16, 4, {}), (6, 1, {})],
+    "focus": [
+        (4, 1, {}),
+        (16, 4, {"alpha": 1.2, "keep": 3}),
+        (6, 1, {"select": "top", "first_keep": "alpha", "alpha": 2.0}),
+        (8, 4, {"select": "none"}),
+        (4, 4, {"deviation": "population", "alpha": -1.0, "keep": 2}),
+    ],
 }
 """Page size, steps per dispatch, cache options."""
 NUM_REQUESTS = {
@@ -239,6 +246,7 @@ NUM_REQUESTS = {
     "dual": 6,
     "freecache": 6,
     "block": 8,
+    "focus": 8,
 }
 """Where the default is too few for each kind of request, or for enough that rounding
 does not decide.

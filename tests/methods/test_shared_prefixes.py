@@ -73,10 +73,12 @@ def tokens(outputs):
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+@pytest.mark.parametrize("cache_method", ["block", "focus"])
 @pytest.mark.parametrize("settings", [{}, IN_PARTS], ids=["whole", "in parts"])
-def test_tokens_are_the_same_with_and_without(engine, settings):
+def test_tokens_are_the_same_with_and_without(engine, settings, cache_method):
     prompts, params = requests_of(engine.block_length, 1)
-    plain = engine(enable_prefix_caching=False)
+    settings = settings | {"cache_method": cache_method}
+    plain = engine(enable_prefix_caching=False, cache_method=cache_method)
     expected = tokens(generate(plain, prompts, params))
     llm = engine(**settings)
     assert not any(

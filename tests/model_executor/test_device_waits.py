@@ -113,7 +113,8 @@ def test_a_dispatch_waits_for_what_it_filled_and_no_more(
 ):
     """Also where blocks end, and in steps that refresh. What the host must know besides
     comes along: how many slots MaskKV needs after a vote, and by what d2Cache chooses
-    rows. The importance of layers MaskKV must know before."""
+    rows. The importance of layers MaskKV must know before, and FOCUS how many rows go
+    on."""
     model = tiny_dream if method in FULL_METHODS else tiny_sdar
     llm = engines.shared(
         model, trace=False, cache_method=method, cache_options=options, page_size=8
@@ -127,7 +128,7 @@ def test_a_dispatch_waits_for_what_it_filled_and_no_more(
     generate(llm, PROMPTS, params)  # recording waits
     modes = under(llm, CountsWaits)
     generate(llm, PROMPTS, params)
-    allowed = {"maskkv": 2}.get(method, 1)
+    allowed = {"maskkv": 2, "focus": 2}.get(method, 1)
     calls = max((mode.calls for mode in modes), key=len)
     assert len(calls) == allowed, calls
 

@@ -5,13 +5,21 @@ and request fields.
 from collections.abc import Callable
 from typing import Any
 
-from tests.oracles import by_rows, d2_cache, dllm_cache, es_dllm, maskkv, sparse
+from tests.oracles import (
+    by_rows,
+    d2_cache,
+    dllm_cache,
+    es_dllm,
+    focus,
+    maskkv,
+    sparse,
+)
 from tests.oracles.decoding import Decoding
 from tests.oracles.models import PlainModel
 
 METHODS: dict[str, Callable[..., None]] = {
     name.removeprefix("plain_"): plain
-    for module in (by_rows, d2_cache, dllm_cache, es_dllm, maskkv, sparse)
+    for module in (by_rows, d2_cache, dllm_cache, es_dllm, focus, maskkv, sparse)
     for name, plain in vars(module).items()
     if name.startswith("plain_")
 }

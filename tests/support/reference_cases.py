@@ -20,7 +20,7 @@ Case = dict[str, Any]
 
 KINDS = (
     "vanilla fast_dllm dkv sparse_dllm dllm_cache "
-    "es_dllm slow_fast d2_cache multi_block block stable_diffcoder"
+    "es_dllm slow_fast d2_cache multi_block block focus stable_diffcoder"
 ).split()
 """What the files' names begin with."""
 MORE = (
@@ -130,6 +130,9 @@ def assert_as_stated(row: ReferenceRow, answer: Answer | Decoding) -> None:
         ]
         assert answer.computed == fed, name
         return
+    if row.kind == "focus":
+        assert_rows_as_stated(row, answer)
+        return
     if (
         row.kind == "fast_dllm"
         and "threshold" in row.fields
@@ -175,6 +178,36 @@ def assert_as_stated(row: ReferenceRow, answer: Answer | Decoding) -> None:
         if case.get("similarity_gap", 0) > DECISIVE_GAP:
             stated = first_updates(row)
             assert updated[: len(stated)] == stated, name
+
+
+def assert_rows_as_stated(row: ReferenceRow, answer: Answer | Decoding) -> None:
+    """The rows of the block that passes feed, and those that they keep. The authors
+    also decode what is behind the response or its end, and feed a finished block once
+    more by itself.
+    """
+    case = row.case
+    fed, kept = (
+        [
+            step[row.row]
+            for step, kind in zip(
+                case[f"{name}_positions_per_step"], case["pass_kinds"], strict=True
+            )
+            if kind == "denoise"
+        ]
+        for name in ("computed", "kept")
+    )
+    length = row.fields["block_length"]
+    starts = [step[0] // length * length for step in answer.order]
+    own = [
+        [position for position in step if position >= start]
+        for step, start in zip(answer.computed, starts, strict=True)
+    ]
+    order = [sorted(step[row.row]) for step in case["unmasked_per_step"]]
+    num_passes = len(answer.order)
+    assert answer.order == order[:num_passes], row.name
+    assert own == fed[:num_passes], row.name
+    selected = [[rows] for rows in kept[:num_passes]]
+    assert answer.traces["selected_positions"] == selected, row.name
 
 
 def rows_kept(selected_positions: list[list[list[int]]]) -> list[list[int]]:

@@ -477,7 +477,7 @@ class EarlySkipPass(LayerPass):
         last: torch.Tensor = canvas.own.last
         last[positions] = torch.where(written, confidences, last[positions])
 
-    def rows_computed(self, index: int, num_rows: int) -> int:
+    def rows_computed(self, index: int, num_rows: int, results: Results) -> int:
         later = self.options.indicator == "hidden_state"
         first_layers = [0, *(layer + later for layer in self.cuts), self.num_layers]
         layers = [stop - first for first, stop in pairwise(first_layers)]

@@ -125,8 +125,8 @@ class MaskKVPass(AdaptivePass):
             for index, own in importance.items()
         }
 
-    def rows_computed(self, index: int, num_rows: int) -> int:
-        return super().rows_computed(index, num_rows) + num_rows * (
+    def rows_computed(self, index: int, num_rows: int, results: Results) -> int:
+        return super().rows_computed(index, num_rows, results) + num_rows * (
             index in self.measuring
         )
 
