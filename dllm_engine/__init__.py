@@ -1,7 +1,7 @@
 """dllm-engine: diffusion language models (LLaDA, Dream, SDAR) served inside vLLM.
 
-``LLM``, ``DiffusionParams`` and ``Questions`` are the Python API; importing the package itself is
-cheap, they load vLLM when used.
+``LLM``, ``DiffusionParams`` and ``Questions`` are the Python API; importing the package
+itself is cheap, they load vLLM when used.
 """
 
 from importlib import import_module

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dllm_engine import families
 from dllm_engine.demo import model_path
 from dllm_engine.families import ModelFamily
+from dllm_engine.families import table as families
 from dllm_engine.model_executor.loading.files import check_files
 from dllm_engine.model_executor.models.config_keys import SCHEMAS
 

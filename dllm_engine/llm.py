@@ -26,7 +26,7 @@ from dllm_engine.decisions.requests import (
     schema_of,
 )
 from dllm_engine.demo import model_path
-from dllm_engine.evaluation.likelihood import Canvas, batches_of
+from dllm_engine.evaluation.likelihood import Canvas, batches_of, no_likelihoods
 from dllm_engine.infill.template import Piece, filled_in, response_template, sized
 from dllm_engine.options import OPTIONS_KEY, EngineOptions
 from dllm_engine.params import DiffusionParams
@@ -281,7 +281,7 @@ class LLM(vllm.LLM):
 
     @property
     def asking(self) -> Asking:
-        """How questions are asked."""
+        """The way that questions are asked."""
         config = self.llm_engine.vllm_config
         options = EngineOptions.from_vllm_config(config)
         return Asking(options, config.model_config.model, self.get_tokenizer())
@@ -325,8 +325,11 @@ class LLM(vllm.LLM):
 
         Raises:
             ValueError: a canvas that is empty or too long, a position or token that it
-                cannot have, or an engine that is paused.
+                cannot have, an engine that is paused, or a model whose attention
+                depends on where the prompt ends.
         """
+        if reason := no_likelihoods(self.model_config.hf_config.family):
+            raise ValueError(reason)
         limit, size = (
             self.model_config.max_model_len,
             self.model_config.hf_config.vocab_size,

@@ -31,7 +31,7 @@ ScorerName = Literal[
 
 @dataclass(frozen=True)
 class PassCost:
-    """What a forward pass costs beside its rows and pages."""
+    """Cost of a forward pass beside its rows and pages."""
 
     num_bytes: Callable[[int, int], int] = lambda rows, longest: 0
     """``num_bytes(rows, max_model_len)``: memory that the pass holds."""

@@ -86,7 +86,7 @@ class Answered(NamedTuple):
 
 
 class _RowResult(NamedTuple):
-    """What the engine says of a row, and the tokens of its prompt."""
+    """The engine's answer to a row, and the tokens of its prompt."""
 
     figures: DiffusionFigures
     num_tokens: int
@@ -197,7 +197,7 @@ async def _all_of(waiting: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
 
 
 def _result(output: Any) -> DiffusionFigures:
-    """What the engine says of a row; raises ``GenerationError`` where it failed."""
+    """The engine's answer to a row; raises ``GenerationError`` where it failed."""
     completion = output.outputs[0]
     if completion.finish_reason == "abort":
         raise RetryableRequestError(

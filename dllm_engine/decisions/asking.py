@@ -140,16 +140,16 @@ WAYS: dict[str, Callable[[Question, Spelling], list[str]]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """What the engine computes at once."""
+    """A prompt that the engine answers in one canvas."""
 
     messages: list[Message]
     params: SamplingParams
     numbers: tuple[int, ...]
-    """Which of the request's questions it answers."""
+    """Numbers of the request's questions that it answers."""
 
 
 class Asking:
-    """How the model of an engine is asked."""
+    """The way that the model of an engine is asked."""
 
     def __init__(self, options: EngineOptions, model: str, tokenizer: Any) -> None:
         """``model``: its folder or name.

@@ -10,9 +10,9 @@ from typing import Any, Literal
 import numpy as np
 
 MOST_QUESTIONS = 400
-"""Of a request."""
+"""The most questions of a request."""
 MOST_OPTIONS = 255
-"""Of a question."""
+"""The most labels of a question."""
 
 
 class QuestionError(ValueError):

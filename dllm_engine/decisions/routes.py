@@ -23,7 +23,7 @@ from dllm_engine.request_options.errors import InvalidRequestError
 
 DECISIONS, SYSTEM_ONE, MODELS = "/v1/decisions", "/v1/systemone", "/v1/models"
 ROUTES = (DECISIONS, SYSTEM_ONE, MODELS)
-"""Those that stand before vLLM's own."""
+"""The routes that stand before vLLM's own."""
 _OF_QUESTIONS = ("input", "state", "questions")
 """Fields of bodies that ask questions."""
 

@@ -14,9 +14,9 @@ from dllm_engine.decisions.questions import (
 )
 
 DEFAULT_MODEL = "jev-latest"
-"""What clients ask for that name no model."""
+"""The model name of clients that name none."""
 MOST_LEVELS = 10
-"""Of a score."""
+"""The most levels of a score."""
 _KINDS = ("noul", "choice", "score")
 
 

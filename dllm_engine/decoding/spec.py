@@ -113,7 +113,7 @@ class TokenBias:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How many tokens the steps of a response unmask, and when its blocks begin."""
+    """Number of tokens that the steps of a response unmask, and start of its blocks."""
 
     steps: int
     """Denoising steps over the whole response, at least one per block and at most one
@@ -141,7 +141,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Unmasking:
-    """Which positions a step fills, and which decided tokens it replaces."""
+    """Choice of the positions that a step fills, and of decided tokens to replace."""
 
     policy: UnmaskingPolicy = UNMASKING_POLICIES["low_confidence"]
     parallel: ParallelRule | None = None
@@ -156,7 +156,7 @@ class Unmasking:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn from a position's logits."""
+    """Settings for drawing a token from a position's logits."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -207,7 +207,7 @@ class PackedDecision:
 
 @dataclass(frozen=True)
 class Reports:
-    """What a step reports beside tokens."""
+    """Reports of a step beside tokens."""
 
     num_logprobs: int | None = None
     """Report log-probabilities of the committed token and of this many of the likeliest

@@ -30,7 +30,7 @@ _TEMPERATURES = np.geomspace(0.1, 20.0, 107)  # 5 % apart
 
 @dataclass(frozen=True)
 class Measured:
-    """What a model answers to a labelled question."""
+    """A model's answer to a labelled question."""
 
     shares: list[float]
     """Probability of each option."""

@@ -16,6 +16,8 @@ from typing import Protocol
 
 import numpy as np
 
+from dllm_engine.families import ModelFamily
+
 NUM_SAMPLES = 128
 """Samples per continuation of LLaDA's evaluation."""
 Canvas = tuple[list[int], list[int]]
@@ -26,6 +28,19 @@ class MaskedModel(Protocol):
     """An engine that says how probable masked tokens are, such as ``LLM``."""
 
     def masked_logprobs(self, canvases: Iterable[Canvas]) -> Iterator[list[float]]: ...
+
+
+def no_likelihoods(family: ModelFamily) -> str | None:
+    """Reason why the probabilities of given tokens are not computed for a model; None:
+    they are.
+    """
+    if family.has_one_pass:
+        return None
+    return (
+        f"likelihoods of {family.name} are not supported: what its tokens attend to, or "
+        f"are predicted by, depends on where the prompt ends; generate text instead, or "
+        f"use a model of another family"
+    )
 
 
 def log_likelihoods(

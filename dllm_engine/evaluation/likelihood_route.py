@@ -22,6 +22,7 @@ from dllm_engine.evaluation.likelihood import (
     NUM_SAMPLES,
     Canvas,
     batches_of,
+    no_likelihoods,
     weighted_canvases,
 )
 from dllm_engine.request_options.errors import InvalidRequestError
@@ -152,6 +153,8 @@ def _check(
     model_config: Any,
 ) -> None:
     """Raise ``InvalidRequestError`` naming what cannot be computed."""
+    if reason := no_likelihoods(model_config.hf_config.family):
+        raise InvalidRequestError(reason)
     limit = model_config.max_model_len
     check_tokens(prompt, model_config.hf_config)
     num_rows = 0

@@ -108,7 +108,7 @@ def check_size(text: str, name: str, remedy: str) -> None:
 
 
 class ReasoningArguments(NamedTuple):
-    """What a request says about reasoning. vLLM's front ends give the first two beside
+    """Settings of a request about reasoning. vLLM's front ends give the first two beside
     the parameters.
     """
 
@@ -128,7 +128,7 @@ class ReasoningArguments(NamedTuple):
 
 
 def has_grammar(params: Any) -> bool:
-    """Whether a request asks for a text that an automaton reads: structured output, or
+    """Return True if a request asks for a text that an automaton reads: structured output, or
     a budget of reasoning.
     """
     asked = (

@@ -1,4 +1,4 @@
-"""What each rule of parallel unmasking is, and the request option that asks for it."""
+"""The rules of parallel unmasking, and the request options that ask for them."""
 
 from typing import Annotated, Any
 

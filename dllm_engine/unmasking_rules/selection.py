@@ -10,12 +10,12 @@ Value = torch.Tensor | float
 
 
 def at_least(ordered: torch.Tensor, value: Value) -> torch.Tensor:
-    """Those of a confidence of at least ``value``."""
+    """Positions of a confidence of at least ``value``."""
     return ordered >= value
 
 
 def above(ordered: torch.Tensor, value: Value) -> torch.Tensor:
-    """Those of a confidence above ``value``."""
+    """Positions of a confidence above ``value``."""
     return ordered > value
 
 

@@ -141,3 +141,13 @@ def test_what_is_no_canvas_is_refused(engines, tiny_llada, canvas):
         list(engines(tiny_llada).masked_logprobs([canvas]))
     with pytest.raises(ValueError, match="num_samples=0"):
         log_likelihoods(engines(tiny_llada), [], num_samples=0)
+
+
+def test_models_whose_attention_depends_on_the_prompts_end_have_none(
+    engines, tiny_nemotron_labs
+):
+    llm = engines(tiny_nemotron_labs)
+    with pytest.raises(
+        ValueError, match=r"likelihoods of Nemotron.* are not supported"
+    ):
+        log_likelihoods(llm, [(PROMPT, [20])])

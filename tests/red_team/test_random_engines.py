@@ -62,7 +62,10 @@ MODELS: dict[Attention, list[str]] = {
         "tiny_open_dcoder",
     ],
     "block_causal": [
-        *("tiny_sdar", "tiny_llada2", "tiny_a2d_bd3lm", "tiny_fast_dllm_v2")
+        "tiny_sdar",
+        "tiny_llada2",
+        "tiny_a2d_bd3lm",
+        "tiny_fast_dllm_v2",
     ],
     "causal": ["tiny_nemotron_labs"],
 }

@@ -166,7 +166,9 @@ CONFIGS["stable_diffcoder"] = CONFIGS["illada"] | {
     "tie_word_embeddings": False,
 }
 WITH_BIASES = (
-    *("DreamModel", "A2DQwen2LMHeadModel", "OpenDcoderForCausalLM"),
+    "DreamModel",
+    "A2DQwen2LMHeadModel",
+    "OpenDcoderForCausalLM",
     "Fast_dLLM_QwenForCausalLM",
 )
 """Architectures with biases of queries, keys and values."""

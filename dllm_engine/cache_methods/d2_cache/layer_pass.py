@@ -45,10 +45,10 @@ from dllm_engine.model_executor.unmasking.statistics import (
 
 @dataclass
 class RowPriorities:
-    """What a request's next pass goes by, outside pages."""
+    """State of a request between passes, outside pages."""
 
     confidence: torch.Tensor
-    """Of each canvas position, float32 ``[canvas_length]``; 0 where it was not
+    """Confidence of each canvas position, float32 ``[canvas_length]``; 0 where it was not
     predicted."""
     next_rows: np.ndarray | None = None
     """Canvas positions that the next pass computes, ascending, as the last one chose
@@ -141,7 +141,7 @@ class RolloutPass(LayerPass):
 
     @staticmethod
     def positions(plan: StepPlan, canvas: Canvas) -> np.ndarray:
-        """What the pass before chose, if there was one."""
+        """The rows that the last pass chose, if there was one."""
         if canvas.own is None or canvas.own.next_rows is None:
             return LayerPass.positions(plan, canvas)
         rows: np.ndarray = canvas.own.next_rows

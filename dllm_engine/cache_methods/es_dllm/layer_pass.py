@@ -72,7 +72,7 @@ SMALLEST_NORM = 1e-6
 
 @dataclass(frozen=True)
 class Confidences:
-    """What a request's next step goes by, outside pages."""
+    """State of a request between steps, outside pages."""
 
     last: torch.Tensor
     """Probability of each canvas position's token when it was last predicted, float32
@@ -177,7 +177,7 @@ class EarlySkipPass(LayerPass):
                 Repeats.AFTER_FOLLOW if any(self.skips) else Repeats.SAME_WORK
             )
         self.features: FeatureTables | None = None
-        """What rows are remembered by, if that is no key or value."""
+        """The values that rows are remembered by, if these are no keys or values."""
         if options.keeps_features and self.cuts:
             # A query is of this rank's heads alone: a narrower row, of which pages have
             # room for more.

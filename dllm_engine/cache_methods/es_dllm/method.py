@@ -121,7 +121,7 @@ class RetainedCopy(Enum):
 
 @dataclass(frozen=True)
 class EarlySkipStep:
-    """What a step of ES-dLLM does beside computing rows."""
+    """Work of a step of ES-dLLM beside computing rows."""
 
     skips: bool
     """Drop rows between layers."""

@@ -37,7 +37,7 @@ POOL_KERNEL_SIZE = 3
 
 @dataclass(frozen=True)
 class BlockState:
-    """What the passes over a request's block leave for the next one."""
+    """State of a request's block between passes."""
 
     keep: int
     """Masked rows that a pass keeps at least, ``k`` in the paper."""
@@ -189,8 +189,8 @@ class FocusPass(LayerPass):
         return hidden, (finished, torch.from_numpy(np.concatenate(kept)))
 
     def _importance(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """Of each masked row, the attention that it gets from the masked rows of its
-        request, over all heads, float32 ``[requests, most masked rows]``; the paper's
+        """The attention that each masked row gets from the masked rows of its request,
+        over all heads, float32 ``[requests, most masked rows]``; the paper's
         I.
         """
         queries, keys = q[self.masked_rows].float(), k[self.masked_rows].float()

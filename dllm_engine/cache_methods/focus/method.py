@@ -65,7 +65,7 @@ class FocusOptions(CacheOptions):
 
 @dataclass(frozen=True)
 class FocusStep:
-    """What a step of FOCUS knows beside its rows."""
+    """Part of a step plan for the pass of FOCUS."""
 
     begins_block: bool
     """True if every row of the block is fed."""

@@ -31,7 +31,7 @@ from dllm_engine.model_executor.transfer import on_device
 
 @dataclass(frozen=True)
 class RetainedPositions:
-    """What pages hold of a request that is refreshed in parts."""
+    """Content of the pages of a request that is refreshed in parts."""
 
     positions: torch.Tensor
     """Canvas positions in the order of the pages, ``[num_layers, num_retained]``."""

@@ -71,7 +71,7 @@ class OpenHTTPRequest(OpenRequest):
     def __init__(self, route: str, task: "asyncio.Task[Any]") -> None:
         super().__init__(route)
         self.error: Exception | None = None
-        """What ended it."""
+        """The error that ended it."""
         self._tasks = {task}
 
     def end(self, error: Exception) -> None:
@@ -174,7 +174,7 @@ class Answers:
 
 
 class Answer:
-    """What has been sent of one response."""
+    """Progress of sending one response."""
 
     def __init__(self, send: Send, request: OpenHTTPRequest) -> None:
         self._send = send

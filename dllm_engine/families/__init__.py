@@ -1,0 +1,53 @@
+"""Model families: the table of their facts, and what configs say beside it."""
+
+from dllm_engine.families.config_tokens import (
+    barred_tokens,
+    every_end_token,
+    model_end_tokens,
+    released_defaults,
+)
+from dllm_engine.families.family import (
+    TRANSFORMERS_NAMES,
+    Attention,
+    BlockOrigin,
+    ExpertShape,
+    ModelFamily,
+    NamedModules,
+    ScheduleKind,
+    Shard,
+    TensorNames,
+)
+from dllm_engine.families.table import (
+    DREAM,
+    FAMILIES,
+    LLADA,
+    LLADA2,
+    LLADA_MOE,
+    NOT_SUPPORTED,
+    SDAR,
+    SDAR_MOE,
+)
+
+__all__ = [
+    "DREAM",
+    "FAMILIES",
+    "LLADA",
+    "LLADA2",
+    "LLADA_MOE",
+    "NOT_SUPPORTED",
+    "SDAR",
+    "SDAR_MOE",
+    "TRANSFORMERS_NAMES",
+    "Attention",
+    "BlockOrigin",
+    "ExpertShape",
+    "ModelFamily",
+    "NamedModules",
+    "ScheduleKind",
+    "Shard",
+    "TensorNames",
+    "barred_tokens",
+    "every_end_token",
+    "model_end_tokens",
+    "released_defaults",
+]

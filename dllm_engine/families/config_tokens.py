@@ -1,0 +1,44 @@
+"""Tokens and defaults of requests that the config of a checkpoint states."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from dllm_engine.model_name import own_name
+
+
+def released_defaults(hf_config: Any) -> Mapping[str, Any]:
+    """Request defaults of a released checkpoint, by its own name."""
+    name = own_name(str(getattr(hf_config, "name_or_path", "")))
+    by_name = {
+        own_name(released): defaults
+        for released, defaults in hf_config.family.released_defaults.items()
+    }
+    return by_name.get(name, {})
+
+
+def barred_tokens(hf_config: object) -> list[int]:
+    """Tokens that are never chosen: LLaDA2.2's, which delete and insert others by a
+    rule that is not published.
+    """
+    return [
+        *_config_tokens(hf_config, "delete_token_id"),
+        *_config_tokens(hf_config, "split_token_id"),
+    ]
+
+
+def model_end_tokens(hf_config: object) -> list[int]:
+    """The end tokens that a checkpoint's config names."""
+    return _config_tokens(hf_config, "eos_token_id")
+
+
+def every_end_token(hf_config: object) -> list[int]:
+    """Those, and what ends a turn of a chat."""
+    return [
+        *model_end_tokens(hf_config),
+        *_config_tokens(hf_config, "end_of_turn_token_id"),
+    ]
+
+
+def _config_tokens(hf_config: object, key: str) -> list[int]:
+    value = getattr(hf_config, key, None)
+    return value if isinstance(value, list) else [] if value is None else [value]
