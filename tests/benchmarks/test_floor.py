@@ -56,6 +56,7 @@ def test_where_attention_goes_by_blocks_keys_are_a_mean_over_the_rows():
         block_length=4,
         attention="block_causal",
         steps=6,
+        cache=CACHE_METHODS["block"].options(),
     )
     plans = [plan for plan, _ in CACHE_METHODS["block"].steps(spec)]
     seen = [

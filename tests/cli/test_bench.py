@@ -162,7 +162,8 @@ def test_arguments_go_before_the_preset_and_the_defaults(measured):
         "20",
     ]
     combinations, workloads = measured(*asked)
-    assert [combination.method for combination in combinations] == ["none", "block"]
+    methods = [combination.method for combination in combinations]
+    assert methods == ["block", "focus", "none"]
     assert combinations[0].engine["max_model_len"] == 96
     assert [(workload.batch, workload.prompt) for workload in workloads] == [(2, 60)]
 

@@ -119,7 +119,7 @@ def test_log_probabilities_of_a_prompt_are_refused_with_a_word_about_it(
 
 def test_none_is_computed_while_weights_are_incomplete(ask, demo, monkeypatch):
     scheduler = demo.llm_engine.engine_core.engine_core.scheduler
-    monkeypatch.setattr(scheduler, "weights_incomplete_since", "update_weights")
+    monkeypatch.setattr(scheduler.weights, "incomplete_since", "update_weights")
     reply = ask(prompt=PROMPT, answers=["a"])
     assert reply.status_code == 503
     assert "its weights changed; ask again" in reply.json()["error"]["message"]

@@ -229,7 +229,7 @@ def test_what_a_request_cannot_have_is_named(asked, message):
         ),
         (
             {"stream_granularity": "step"},
-            "no 'stream_granularity'.* block_length, suffix_blocks",
+            "no 'stream_granularity'.* block_length, sub_block_length, suffix_blocks",
         ),
         ({"steps": 8, "tokens_per_step": 2}, "steps=8 and tokens_per_step=2"),
         ({"guide_top_k": 2}, "guide_top_k=2: the engine has no guide"),
@@ -302,7 +302,7 @@ def test_a_checkpoint_has_defaults_of_its_own_which_come_behind_the_engines_and_
         ),
         (
             {"retention_ratio": 0.5},
-            r"config\.json: 'dllm' takes no 'retention_ratio'.* block_length, steps",
+            r"config\.json: 'dllm' takes no 'retention_ratio'.* block_length, sub_block_length, steps",
         ),
         ([8], r"config\.json: 'dllm'=\[8\] must be an object"),
     ],

@@ -267,7 +267,8 @@ def test_an_exception_in_the_work_of_one_request_ends_that_request(
             changed: dict[str, Any] = {name: broken}
             method = replace(owner, **changed)
             monkeypatch.setattr(scheduler, "method", method)
-            monkeypatch.setattr(scheduler.tables, "method", method)
+            demand = replace(scheduler.tables.demand, method=method)
+            monkeypatch.setattr(scheduler.tables, "demand", demand)
         else:
             monkeypatch.setattr(owner, name, broken)
 
