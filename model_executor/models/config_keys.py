@@ -145,9 +145,14 @@ class CheckpointKeys(BaseModel):
     @field_validator("quantization_config")
     @classmethod
     def _named_method(cls, stated: dict[str, Any] | None) -> dict[str, Any] | None:
-        method = "" if stated is None else stated.get("quant_method")
-        if not isinstance(method, str) or len(method) > _LONGEST_NAME:
-            raise ValueError("quant_method must be the name of a quantization method")
+        if stated is None:
+            return stated
+        for key, value in (
+            ("quant_method", stated.get("quant_method")),
+            ("format", stated.get("format", "")),
+        ):
+            if not isinstance(value, str) or len(value) > _LONGEST_NAME:
+                raise ValueError(f"{key} must be a name")
         return stated
 
     @model_validator(mode="after")

@@ -67,6 +67,7 @@ def test_a_size_that_is_none_is_named(config, key, value):
         (LLADA, {"mask_token_id": "<mask>", "auto_map": 5, "self": 1}),
         (DREAM, {"eos_token_id": -1, "end_of_turn_token_id": "x"}),
         (LLADA, {"quantization_config": {"quant_method": 5}}),
+        (LLADA, {"quantization_config": {"quant_method": "awq", "format": 5}}),
         (LLADA, {"torch_dtype": "float33", "architectures": "LLaDAModelLM"}),
         (LLADA, {"rms_norm_eps": 0, "rope_theta": float("inf"), "mask_token_id": -1}),
         (DREAM, {"rms_norm_eps": float("nan"), "rope_scaling": "yarn", "dtype": "16"}),
@@ -283,7 +284,7 @@ def text_of(name, text):
                     LLADA | {"quantization_config": {"quant_method": "q" * 1_000_000}}
                 ),
             ),
-            ("config.json: quantization_config=", "must be the name of a"),
+            ("config.json: quantization_config=", "quant_method must be a name"),
         ),
         (text_of("config.json", "[7]"), ("config.json", "must hold a JSON object")),
         (text_of("config.json", '{"a":' * 100_000), ("config.json", "too deeply")),
