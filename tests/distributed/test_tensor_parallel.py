@@ -213,7 +213,7 @@ def check_two_ranks(engines, checkpoint_of, case, backend="mp"):
         ]
         pages = watch_pages(sharded)
         answers = generate(sharded, prompts, params)
-        by_blocks = scheduler_of(sharded).shares_prefixes
+        by_blocks = scheduler_of(sharded).tables.shares_prefixes
         again = generate(sharded, prompts, params) if by_blocks else answers
     alone = engines(checkpoint, **engine)
     assert_alike(answers, generate(alone, prompts, params), *figures)

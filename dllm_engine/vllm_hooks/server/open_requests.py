@@ -15,6 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.exceptions import GenerationError, RetryableRequestError
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from dllm_engine.figures import ErrorReason
 from dllm_engine.vllm_hooks.server.error_forms import last_events, route_of
@@ -90,9 +91,15 @@ class OpenHTTPRequest(OpenRequest):
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)  # vLLM answers in a task of its own
-        async with aclosing(super()._noted(outputs, params, place)) as noted:
-            async for output in noted:
-                yield output
+        try:
+            async with aclosing(super()._noted(outputs, params, place)) as noted:
+                async for output in noted:
+                    yield output
+        except EngineDeadError:
+            if self.error is None:
+                raise
+            # Its client has been told why; vLLM would log a traceback.
+            raise asyncio.CancelledError from None
 
 
 open_request: ContextVar[OpenRequest | None] = ContextVar("open_request", default=None)
