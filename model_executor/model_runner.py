@@ -373,7 +373,7 @@ class DiffusionModelRunner:
         results: list[Results] = []
         failures: Failures = {}
         for step in self._known_ahead(plans, progress, num_steps, layer_pass.repeats):
-            if steps:
+            if steps and layer_pass.repeats is Repeats.AFTER_FOLLOW:
                 layer_pass.follow(self.store.masked)
             hidden, step_results = self.denoiser.forward(batch, layer_pass)
             finished = layer_pass.finished(step_results)

@@ -72,6 +72,7 @@ def count_runs(monkeypatch):
     [
         *((name, {}) for name in ("none", "sparse", "dual", "freecache", "dkv")),
         ("dual", {"refresh": "near"}),
+        ("es_dllm", {"indicator": "none"}),
         ("es_dllm", {"keep_schedule": [[1.0, 0.0], [0.5, 0.25]]}),
         (
             "es_dllm",
