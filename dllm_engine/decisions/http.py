@@ -7,7 +7,6 @@ from typing import Any
 from fastapi import Request
 from pydantic import Field
 from starlette.responses import JSONResponse
-from vllm.exceptions import GenerationError, RetryableRequestError
 from vllm.utils import random_uuid
 
 from dllm_engine.constraints.decision import unpacked_decision
@@ -62,14 +61,7 @@ async def create_decision(
         {"prompt_token_ids": prompt}, params, request_id, priority=request.priority
     )
     (output,) = [result async for result in results]
-    if output.outputs[0].finish_reason == "abort":
-        raise RetryableRequestError(
-            "the server ended the request before its decision was complete; send "
-            "it again"
-        )
     decision = DecisionOutput.of(output)
-    if decision.figures.error is not None:
-        raise GenerationError(decision.figures.error)
     num_prompt, num_tokens = len(prompt), len(output.outputs[0].token_ids)
     usage = {
         "prompt_tokens": num_prompt,

@@ -207,7 +207,7 @@ def begins_with_seed(spec: DecodingSpec, progress: Progress) -> bool:
     layout = spec.layout
     start = layout.span_of(progress.running).start
     begins = progress.step == 0 and layout.block_start(start) == start
-    return layout.seeds_blocks and begins and spec.decision is None
+    return layout.seeds_blocks and begins
 
 
 def unmask_quota(

@@ -42,6 +42,12 @@ def resolve_decision(
     """The decision and its template; refuses what only generation has, and where
     nothing is left to decide.
     """
+    if request.family.seeds_blocks:
+        raise refused(
+            f"decisions of {request.family.name} are not supported: the row before a "
+            f"block predicts its first token, so that no pass predicts all fields; use "
+            f"structured output"
+        )
     facts = own.facts()
     named = {
         name: value for name, value in own.given.items() if not facts[name].in_decisions

@@ -52,6 +52,7 @@ def decided(llm, decisions, prompts, **options):
     [
         *((family, "none") for family in (*FULL, *BY_BLOCKS)),
         *((family, "block") for family in BY_BLOCKS),
+        ("sdar", "focus"),
     ],
 )
 def test_probabilities(engines, request, family, method):
@@ -197,3 +198,11 @@ def test_what_only_generation_has_is_refused(engines, tiny_llada, options, messa
     ):
         generate(llm, prompts, [DiffusionParams(gen_length=8, passes=2)])
     assert_nothing_left(llm)
+
+
+@pytest.mark.parametrize("family", ["fast_dllm_v2", "nemotron_labs"])
+def test_models_that_seed_their_blocks_make_none(engines, request, family):
+    llm = engines(request.getfixturevalue(f"tiny_{family}"))
+    decisions, prompts = drawn(family, 1)
+    with pytest.raises(InvalidRequestError, match=r"decisions of .* not supported"):
+        decided(llm, decisions, prompts)

@@ -4,6 +4,7 @@ the engine dies.
 
 import asyncio
 import json
+import logging
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -210,7 +211,10 @@ def fail(demo, monkeypatch):
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_client_is_told_why_its_request_failed(client, fail, route, streamed, caplog):
+def test_a_client_is_told_why_its_request_failed(
+    client, fail, route, streamed, caplog, monkeypatch
+):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     fail(after=0)
     answer = client.post(
         f"/v1/{route}", json=ROUTES[route] | {"model": "demo", "stream": streamed}

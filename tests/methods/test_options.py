@@ -207,10 +207,18 @@ def test_a_rule_goes_with_the_policies_that_measure_what_it_needs(family, rule):
                 resolved(family, **asked)
 
 
-def test_focus_refuses_what_its_rows_do_not_allow(engines, reference_checkpoints):
-    llm = engines.shared(
-        reference_checkpoints / "llada2-moe-tiny-a", cache_method="focus"
-    )
-    params = DiffusionParams(gen_length=8, edit_threshold=0.9)
-    with pytest.raises(ValueError, match=r"edit_threshold unset, or use .*'block'"):
+@pytest.mark.parametrize(
+    ("model", "asked", "reason"),
+    [
+        ("llada2", {"edit_threshold": 0.9}, r"edit_threshold unset, or use .*'block'"),
+        ("fast_dllm_v2", {}, "rows by the position that they predict"),
+    ],
+)
+def test_focus_refuses_what_its_rows_do_not_allow(
+    engines, request, model, asked, reason
+):
+    checkpoint = request.getfixturevalue(f"tiny_{model}")
+    llm = engines(checkpoint, cache_method="focus")
+    params = DiffusionParams(gen_length=8, **asked)
+    with pytest.raises(ValueError, match=reason):
         llm.generate({"prompt_token_ids": [1, 2]}, params, use_tqdm=False)

@@ -152,3 +152,29 @@ def test_no_request_needs_more_pages_than_the_longest_or_holds_more_than_it_need
         )
         held = pages.held(request, Blocks(first, draw.randint(first + 1, most)))
         assert sum(map(sum, held.values())) <= demand, seed
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "whole"),
+    [
+        ("block", {}, False),
+        ("block", {"sub_block_cache": True}, True),
+        ("focus", {}, True),
+    ],
+)
+def test_what_pages_hold_of_a_running_block_is_reserved_for_the_whole_response(
+    method, options, whole
+):
+    engine = EngineOptions(cache_method=method, cache_options=options)
+    geometry = PoolGeometry(
+        page_size=4,
+        hidden_size=8,
+        num_layers=2,
+        head_dim=8,
+        num_kv_heads=1,
+        total_kv_heads=1,
+    )
+    spec = spec_of(cache=engine.cache, attention="block_causal", gen_length=40)
+    pages = PageDemand(engine.method, geometry)
+    reserved = pages.at_admission(spec, Blocks(0, 1))
+    assert (reserved == pages.most(spec)) == whole
