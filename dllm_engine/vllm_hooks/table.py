@@ -6,7 +6,8 @@ new entry in each of them.
 
 Changed beside functions: ``server/app.py`` adds routes and middleware, leaves
 ``/scale_elastic_ep`` and vLLM's own ``/v1/decisions`` out, and has more routes ask for
-the API key (``GUARDED_PREFIX``); ``server/stop.py`` puts its own ``shutdown`` and
+the API key (``GUARDED_PREFIX``), and shortens what is logged of refusals;
+``server/stop.py`` puts its own ``shutdown`` and
 ``propagate_error`` around an engine's while it serves; ``tool_calls.py`` registers the
 server's tool parser again, as a class of ours; ``cpu_distribution.py`` finds the
 metadata of vLLM's CPU build.

@@ -247,3 +247,35 @@ def test_a_stream_that_is_cut_off_ends_with_an_error_event(
         json=ROUTES[route] | {"model": "demo", "ignore_eos": True} | asked,
     )
     assert chunks_of(answer)[-1]["error"]["code"] == 500
+
+
+def test_a_refusal_is_logged_without_a_traceback(client, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    refused = ROUTES["messages"] | {"model": "demo", "vllm_xargs": {"steps": -1}}
+    assert client.post("/v1/messages", json=refused).status_code == 400
+    assert "steps=-1" in caplog.text
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+def test_a_client_that_leaves_brings_no_error(client, demo, route):
+    body = json.dumps(ROUTES[route] | {"model": "demo"}).encode()
+    messages = iter([{"type": "http.request", "body": body}])
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": f"/v1/{route}",
+        "headers": [(b"content-type", b"application/json")],
+        "query_string": b"",
+    }
+    sent = []
+
+    async def receive():
+        return next(messages, {"type": "http.disconnect"})
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(client.app(scope, receive, send))
+    assert sent[-1]["body"] == b"null", "which nobody reads"
+    assert_nothing_left(demo)

@@ -5,8 +5,10 @@ vLLM's own hook for routes, ``vllm.endpoint_plugins``, loads only plugins that
 ``VLLM_PLUGINS`` names, and users would have to list every other plugin there too.
 """
 
+import logging
 from typing import Any
 
+from vllm.entrypoints.anthropic import api_router as anthropic
 from vllm.entrypoints.serve.middleware import authenticate
 
 from dllm_engine import playground
@@ -14,7 +16,10 @@ from dllm_engine.options import EngineOptions
 from dllm_engine.structured_output.tool_calls import serve_tool_calls
 from dllm_engine.vllm_hooks.patch import Original
 from dllm_engine.vllm_hooks.server.bodies import BodyCheck
-from dllm_engine.vllm_hooks.server.error_forms import AnthropicErrors
+from dllm_engine.vllm_hooks.server.error_forms import (
+    AnthropicErrors,
+    one_line_for_refusals,
+)
 from dllm_engine.vllm_hooks.server.open_requests import Answers, OpenRequests
 from dllm_engine.vllm_hooks.server.responses import Figures
 
@@ -41,6 +46,7 @@ def extend_app(
     app.state.open_requests = OpenRequests()
     app.add_middleware(Answers, requests=app.state.open_requests)
     app.add_middleware(AnthropicErrors)
+    logging.getLogger(anthropic.__name__).addFilter(one_line_for_refusals)
     # These answer prompts, and vLLM leaves them open.
     authenticate.GUARDED_PREFIX = tuple(
         {*authenticate.GUARDED_PREFIX, "/invocations", "/generative_scoring"}

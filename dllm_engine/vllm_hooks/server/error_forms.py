@@ -4,6 +4,7 @@ does where a body is not valid.
 """
 
 import json
+import logging
 from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -80,3 +81,17 @@ class AnthropicErrors:
         await rewrite_json(
             self.app, (scope, receive, send), lambda status: status >= 400, translated
         )
+
+
+def one_line_for_refusals(record: logging.LogRecord) -> bool:
+    """Logging filter. vLLM logs each refusal of ``/v1/messages`` with a traceback, as
+    if the server had failed.
+    """
+    from vllm.entrypoints.serve.exception_handling.error_response import (
+        create_error_response,
+    )
+
+    if record.exc_info and isinstance(error := record.exc_info[1], Exception):
+        if create_error_response(error).error.code < 500:
+            record.exc_info = None
+    return True

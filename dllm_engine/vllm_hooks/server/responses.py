@@ -167,8 +167,10 @@ class Figures:
             await self.app(scope, receive, send)
             return
 
-        def completed(status: int, body: bytes) -> dict[str, Any]:
+        def completed(status: int, body: bytes) -> dict[str, Any] | None:
             response = json.loads(body)
+            if response is None:  # vLLM's answer to a client that has gone
+                return None
             asked = open_request.get()
             assert asked is not None, "Answers is in front"
             serving = scope["app"].state.openai_serving_completion
