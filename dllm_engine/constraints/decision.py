@@ -1,7 +1,7 @@
 """A decision: fields, and the texts that it may write."""
 
-import io
 import json
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -41,8 +41,11 @@ class Decision:
     @cached_property
     def template(self) -> tuple[int | None, ...]:
         """The response before the first pass, with None for each mask."""
-        choices = [np.unique(edges["token"]) for edges in self.graph.placed_edges()]
-        return tuple(int(tokens[0]) if len(tokens) == 1 else None for tokens in choices)
+        choices = [edges["token"] for edges in self.graph.placed_edges()]
+        return tuple(
+            int(tokens[0]) if (tokens == tokens[0]).all() else None
+            for tokens in choices
+        )
 
     @property
     def has_shorter_texts(self) -> bool:
@@ -52,28 +55,25 @@ class Decision:
     @cached_property
     def packed(self) -> bytes:
         """To be sent; ``unpacked_decision`` makes it a decision again."""
-        buffer, graph = io.BytesIO(), self.graph
+        edges, ends = self.graph.edges, self.graph.ends.tolist()
         spellings = [text.hex() for text in self.spellings]
         values = [None if each is None else [*each] for each in self.values]
         settings = [self.top_k, self.is_json, self.beginnings]
-        header = json.dumps([self.names, values, spellings, *settings, self.template])
-        columns = np.stack(
-            [graph.edges[name] for name in EDGE.names or ()]
-        )  # each compresses well alone
-        np.savez_compressed(
-            buffer, ends=graph.ends, columns=columns, header=np.array(header)
+        header = json.dumps(
+            [self.names, values, spellings, *settings, ends, self.template]
         )
-        return buffer.getvalue()
+        # Each column compresses well alone.
+        columns = [edges[name].tobytes() for name in EDGE.names or ()]
+        return zlib.compress(b"\n".join([header.encode(), b"".join(columns)]))
 
 
 @lru_cache(maxsize=16)
 def unpacked_decision(packed: bytes) -> Decision:
     """The decision of ``Decision.packed``. Requests with the same fields share it."""
-    with np.load(io.BytesIO(packed), allow_pickle=False) as arrays:
-        graph = Graph(arrays["ends"], edges_between(*arrays["columns"]))
-        names, values, spellings, *settings, template = json.loads(
-            arrays["header"].item()
-        )
+    header, _, edges = zlib.decompress(packed).partition(b"\n")
+    names, values, spellings, *settings, ends, template = json.loads(header)
+    columns = np.frombuffer(edges, np.int32).reshape(len(EDGE), -1)
+    graph = Graph(np.array(ends), edges_between(*columns))
     texts = [bytes.fromhex(text) for text in spellings]
     decision = Decision(graph, names, values, texts, *settings)
     vars(decision)["template"] = tuple(template)  # not to be made again

@@ -27,9 +27,17 @@ def edges_between(
     choice: ArrayLike = LITERAL,
 ) -> np.ndarray:
     """Edges of these columns, which are broadcast; ``EDGE`` ``[num_edges]``."""
-    return np.rec.fromarrays(
-        np.broadcast_arrays(source, token, target, field, choice), dtype=EDGE
-    )
+    columns = {
+        "source": source,
+        "token": token,
+        "target": target,
+        "field": field,
+        "choice": choice,
+    }
+    edges = np.empty(np.broadcast_shapes(*map(np.shape, columns.values())), EDGE)
+    for name, column in columns.items():
+        edges[name] = column
+    return edges
 
 
 def states_reached(

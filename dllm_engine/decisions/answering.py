@@ -143,30 +143,21 @@ async def answer_over_http(
         _check_length(len(prompt), row, engine.model_config.max_model_len)
         return prompt
 
-    async def ask(number: int, prompt: list[int]) -> _RowResult:
-        results = engine.generate(
-            {"prompt_token_ids": prompt}, rows[number].params, f"{request_id}-{number}"
-        )
-        (output,) = [result async for result in results]
+    # The first prompt tells what is wrong with the model's name or the text.
+    first = [await prompt_of(row) for row in rows[:1]]
+    length = len(first[0]) if first else 1
+    places = asyncio.Semaphore(max(_POSITIONS_AT_ONCE // length, 1))
+
+    async def ask(number: int, row: Row) -> _RowResult:
+        async with places:
+            prompt = await prompt_of(row) if number else first[0]
+            results = engine.generate(
+                {"prompt_token_ids": prompt}, row.params, f"{request_id}-{number}"
+            )
+            (output,) = [result async for result in results]
         return _RowResult(_result(output), len(prompt), output.num_cached_tokens or 0)
 
-    async def ask_later(number: int) -> _RowResult:
-        async with places:
-            return await ask(number, await prompt_of(rows[number]))
-
-    results = []
-    waiting = []
-    places = asyncio.Semaphore()
-    if rows:
-        # It tells what is wrong with the model's name or the text.
-        prompt = await prompt_of(rows[0])
-        places = asyncio.Semaphore(max(_POSITIONS_AT_ONCE // len(prompt), 1))
-        if options.method.keeps_for_good:
-            results.append(await ask(0, prompt))  # then its pages can be shared
-        else:
-            waiting.append(ask(0, prompt))
-    waiting += [ask_later(number) for number in range(1, len(rows))]
-    results += await _all_of(waiting)
+    results = await _all_of([ask(number, row) for number, row in enumerate(rows)])
     read = fields_by_question(rows, [each.figures.decision for each in results])
     num_tokens = sum(each.num_tokens for each in results)
     num_shared = sum(each.num_shared for each in results)

@@ -11,13 +11,18 @@ import pytest
 
 from dllm_engine import DiffusionParams, Questions
 from dllm_engine.constraints.decision import unpacked_decision
+from dllm_engine.decisions.answering import as_messages
 from dllm_engine.decisions.asking import Asking
 from dllm_engine.decisions.build import choice_decision
 from dllm_engine.options import EngineOptions
 from dllm_engine.request_options.sampling_params import DECISION
 from tests.oracles.decisions import decide, given_masked
 from tests.oracles.models import PlainModel
-from tests.support.engines import assert_nothing_left, generate
+from tests.support.engines import (
+    EACH_METHOD_WITH_A_MODEL,
+    assert_nothing_left,
+    generate,
+)
 from tests.support.random_decisions import decision_params, listed
 from tests.support.tiny_checkpoints import EOS
 
@@ -48,13 +53,19 @@ def spelled_in_two_ways(rng):
 
 
 @pytest.mark.parametrize(
-    ("family", "method"),
-    [("llada", "none"), ("dream", "none"), ("sdar", "none"), ("sdar", "block")],
+    ("checkpoint", "method"),
+    [
+        ("tiny_llada", "none"),
+        ("tiny_dream", "none"),
+        *((checkpoint, method) for method, checkpoint in EACH_METHOD_WITH_A_MODEL),
+        *(("tiny_sdar", method) for method in ("none", "block", "focus")),
+    ],
 )
-def test_options_with_several_spellings(engines, request, family, method):
-    checkpoint = request.getfixturevalue(f"tiny_{family}")
-    model, llm = PlainModel(checkpoint), engines(checkpoint, cache_method=method)
-    rng = random.Random(family)
+def test_options_with_several_spellings(engines, request, checkpoint, method):
+    """Alone, and beside requests for which the cache method keeps what it computes."""
+    path = request.getfixturevalue(checkpoint)
+    model, llm = PlainModel(path), engines(path, cache_method=method)
+    rng = random.Random(checkpoint)
     fields = [[spelled_in_two_ways(rng) for _ in range(n)] for n in (1, 1, 2)]
     literals = [[[], [EOS]], [[61], [EOS]], [[61], [62, 63], [EOS]]]
     decisions = [
@@ -62,19 +73,50 @@ def test_options_with_several_spellings(engines, request, family, method):
         for before, options in zip(literals, fields, strict=True)
     ]
     prompts = [[rng.randrange(60, 140) for _ in range(9)] for _ in decisions]
-    others = [DiffusionParams(gen_length=24, steps=12, block_length=8)] * 2
     params = [DiffusionParams(**decision_params(each)) for each in decisions]
-    outputs = generate(llm, [*prompts, [70], [80, 90]], [*params, *others])
+    others = [
+        DiffusionParams(gen_length=24, steps=12, block_length=8, ignore_eos=True)
+    ] * 2
+    alone = [
+        generate(llm, [prompt], [each])[0]
+        for prompt, each in zip(prompts, params, strict=True)
+    ]
+    beside = generate(llm, [[70], *prompts, [80, 90]], [others[0], *params, others[1]])
     assert_nothing_left(llm)
-    for decision, options, before, prompt, output in zip(
-        decisions, fields, literals, prompts, outputs, strict=False
+    for i, (decision, options, before) in enumerate(
+        zip(decisions, fields, literals, strict=True)
     ):
-        plain = plain_decision(model, prompt, decision, options, before, EOS)
-        answers = output.outputs[0].diffusion.decision
-        for name, own in answers.items():
-            assert listed(own) == pytest.approx(plain.probabilities[name], abs=1e-4)
-        if len(answers) == 1:
-            assert own["label_mass"] == pytest.approx(plain.mass, rel=1e-3)
+        plain = plain_decision(model, prompts[i], decision, options, before, EOS)
+        for output in (alone[i], beside[i + 1]):
+            answers = output.outputs[0].diffusion.decision
+            for name, own in answers.items():
+                assert listed(own) == pytest.approx(plain.probabilities[name], abs=1e-4)
+            if len(answers) == 1:
+                assert own["label_mass"] == pytest.approx(plain.mass, rel=1e-3)
+
+
+def test_blocks_read_the_text_once_for_all_questions(engines):
+    settings = {"skip_tokenizer_init": False, "max_model_len": 2048}
+    llm = engines("demo-blocks", page_size=8, **settings)  # a block
+    about = "someone who came home late and told nobody where the others are by now"
+    questions = [
+        {"type": "predicate", "instructions": f"{number} is known of {about}"}
+        for number in range(100)
+    ]
+    text = " ".join(f"Tom={number}." for number in range(100))
+    rows = llm.asking.rows(as_messages(text), Questions(questions).read)
+    encode = llm.get_tokenizer().encode
+    prompts = [encode(row.messages[-1]["content"]) for row in rows]
+    length = len(encode(text))
+    asked = sum(
+        len(prompt) - length + row.params.max_tokens
+        for prompt, row in zip(prompts, rows, strict=True)
+    )
+    llm.reset_prefix_cache()
+    outputs = llm.ask_rows(rows)
+    computed = sum(each.outputs[0].diffusion.tokens_computed for each in outputs)
+    assert length + asked <= computed <= 1.2 * (length + asked)
+    assert_nothing_left(llm)
 
 
 def plain_decision(model, prompt, decision, options, literals, end):

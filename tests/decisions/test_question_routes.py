@@ -8,7 +8,9 @@ import zstandard
 from openai import BadRequestError
 
 from dllm_engine import Questions
+from dllm_engine.evaluation.runner import scheduler_of
 from dllm_engine.model_executor.constraints.running_decision import RunningDecision
+from dllm_engine.request_options.sampling_params import SOURCE
 from tests.support.engines import assert_nothing_left
 from tests.support.http_app import app_client, refusal, served
 
@@ -106,6 +108,21 @@ def test_joint_questions_take_one_pass(client, demo, monkeypatch):
     joint = decided(client, questions=questions, joint=True)["answers"]
     assert len(joint) == 12
     assert len(calls) == 1
+
+
+def test_the_rows_of_a_request_share_a_turn(client, demo, monkeypatch):
+    """Sources take turns in each step (``tests/scheduler/test_turns.py``)."""
+    scheduler, sources = scheduler_of(demo), []
+    add = scheduler.add_request
+
+    def noted(request):
+        sources.append(request.sampling_params.extra_args[SOURCE])
+        add(request)
+
+    monkeypatch.setattr(scheduler, "add_request", noted)
+    decided(client, questions=QUESTIONS[:1] * 100)
+    decided(client)
+    assert [sources.count(each) for each in dict.fromkeys(sources)] == [100, 4]
 
 
 def test_many_labels(client):
