@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from itertools import islice
+from itertools import compress, islice
 from typing import Any, Literal, overload
 
 import vllm
@@ -26,8 +26,16 @@ from dllm_engine.decisions.requests import (
     schema_of,
 )
 from dllm_engine.demo import model_path
-from dllm_engine.evaluation.likelihood import Canvas, batches_of, no_likelihoods
-from dllm_engine.infill.template import Piece, filled_in, response_template, sized
+from dllm_engine.evaluation.likelihood import Canvas, no_likelihoods, probe_of
+from dllm_engine.forward_passes import Logprobs, Probe, arguments_of, batches_of
+from dllm_engine.infill.lengths import DEFAULT_BUDGET, ranked_lengths
+from dllm_engine.infill.template import (
+    Piece,
+    Template,
+    filled_in,
+    nothing,
+    tokenized,
+)
 from dllm_engine.options import OPTIONS_KEY, EngineOptions
 from dllm_engine.params import DiffusionParams
 from dllm_engine.plugin import register_or_raise
@@ -129,16 +137,17 @@ class LLM(vllm.LLM):
         returns as ``fill_in``.
 
         Args:
-            params: ``gen_length`` is the number of tokens between them.
-            sizes: several numbers of tokens instead; the one is kept whose tokens the
-                model is surest of.
+            params: ``gen_length`` is the number of tokens between them. Unset: as many
+                as belong there, at most 64. With ``n`` the best ``n`` numbers are
+                tried, a response of each.
+            sizes: numbers of tokens to choose from.
         """
         params = _diffusion_params(params)
-        if bool(sizes) == (params.gen_length is not None):
+        if sizes and params.gen_length is not None:
             raise ValueError(
                 f"gen_length={params.gen_length}, sizes={sizes}: give one of them"
             )
-        hole = tuple(sizes) if params.gen_length is None else params.gen_length
+        hole: Piece = tuple(sizes) if sizes else params.gen_length
         prefixes, suffixes = (
             [texts] if isinstance(texts, str) else texts for texts in (prefix, suffix)
         )
@@ -162,7 +171,7 @@ class LLM(vllm.LLM):
         Args:
             prompts: each as for ``generate``, or messages as for ``chat``.
             templates: one per prompt, of texts, and of holes by their number of tokens,
-                or several to choose from.
+                or several to choose from, or None for as many as belong there.
             params: of all prompts, without ``gen_length``.
 
         Returns:
@@ -180,42 +189,95 @@ class LLM(vllm.LLM):
                 f"template per prompt"
             )
         params = _diffusion_params(params)
-        choices = [sized(template) for template in templates]
-        if params.n > 1 and any(len(one_size_each) > 1 for one_size_each in choices):
-            raise ValueError(
-                f"n={params.n}: of several sizes one is kept; leave n at 1, or give "
-                f"one size per hole"
-            )
-        asked = [
-            (number, pieces)
-            for number, one_size_each in enumerate(choices)
-            for pieces in one_size_each
+        tokenizer, max_model_len = self._tokenizer, self.model_config.max_model_len
+        read = [tokenized(template, tokenizer, max_model_len) for template in templates]
+        ranked = self._ranked_lengths(prompts, read, params.n)
+        tried = [
+            (number, lengths)
+            for number, template in enumerate(read)
+            for lengths in template.choices(ranked[number], params.n)
         ]
         requests = []
-        for number, pieces in asked:
+        for number, lengths in tried:
             request = params.clone()
-            request.response_template = response_template(
-                pieces, self._tokenizer, self.model_config.max_model_len
-            )
+            if len(ranked[number]) == 1:  # the responses differ by their lengths
+                request.n = 1
+            request.response_template = read[number].filled(lengths)
             request.return_given = False
-            if len(choices[number]) > 1 and request.logprobs is None:
-                request.logprobs = 0
             requests.append(request)
-        outputs = self._answered([prompts[number] for number, _ in asked], requests)
-        for (_, pieces), request, output in zip(asked, requests, outputs, strict=True):
+        outputs = self._filled([prompts[number] for number, _ in tried], requests)
+        merged: dict[int, vllm.RequestOutput] = {}
+        for (number, lengths), request, output in zip(
+            tried, requests, outputs, strict=True
+        ):
             for completion in output.outputs:
-                template = request.response_template or []
-                completion.holes = filled_in(
-                    completion.token_ids, template, self._tokenizer, with_given=False
+                texts = iter(
+                    filled_in(
+                        completion.token_ids,
+                        request.response_template or [],
+                        tokenizer,
+                        with_given=False,
+                    )
                 )
-                texts = iter(completion.holes)
+                sizes = read[number].hole_sizes(lengths)
+                completion.holes = [next(texts) if size else "" for size in sizes]
+                holes = iter(completion.holes)
                 completion.joined = "".join(
-                    piece if isinstance(piece, str) else next(texts) for piece in pieces
+                    piece if isinstance(piece, str) else next(holes)
+                    for piece in templates[number]
                 )
-        remaining = iter(outputs)
+            first = merged.setdefault(number, output)
+            if first is not output:
+                for completion in output.outputs:
+                    completion.index = len(first.outputs)
+                    first.outputs.append(completion)
+        return [merged[number] for number in range(len(prompts))]
+
+    def _ranked_lengths(
+        self, prompts: Sequence[Any], templates: Sequence[Template], count: int
+    ) -> list[list[list[int]]]:
+        """By prompt and open hole of its template, at least ``count`` lengths, the best
+        first.
+        """
+        is_open = [template.open_holes > 0 for template in templates]
+        if not any(is_open):
+            return [[] for _ in templates]
+        render = self._preprocess_chat if _are_chats(prompts) else self._preprocess_cmpl
+        limit = self.model_config.max_model_len
+        mask = self.model_config.hf_config.mask_token_id
+        holes = []
+        for rendered, template in zip(render(prompts), templates, strict=True):
+            if template.open_holes:
+                tokens = list(rendered["prompt_token_ids"])
+                budget = template.budget(DEFAULT_BUDGET, len(tokens), limit)
+                holes += template.holes(tokens, budget, mask)
+        ranking = ranked_lengths(holes, count)
+        probes = next(ranking)
+        while True:
+            try:
+                probes = ranking.send(list(self._answers(probes)))
+            except StopIteration as end:
+                remaining = iter(end.value)
+                break
+        return [[*islice(remaining, template.open_holes)] for template in templates]
+
+    def _filled(
+        self, prompts: list[Any], requests: list[DiffusionParams]
+    ) -> list[vllm.RequestOutput]:
+        """Responses to prompts, by the template of each; empty where it has no hole
+        left.
+        """
+        has_hole = [None in (each.response_template or ()) for each in requests]
+        answered = iter(
+            self._answered(
+                list(compress(prompts, has_hole)), list(compress(requests, has_hole))
+            )
+            if any(has_hole)
+            else ()
+        )
         return [
-            max(islice(remaining, len(one_size_each)), key=_mean_logprob)
-            for one_size_each in choices
+            next(answered) if has_hole[i] else nothing("", {}, request)
+            for i, request in enumerate(requests)
         ]
 
     @overload
@@ -299,10 +361,7 @@ class LLM(vllm.LLM):
 
     def _answered(self, prompts: list[Any], params: Any) -> list[vllm.RequestOutput]:
         """Responses to prompts, or to messages, by parameters of all or of each."""
-        chats = [isinstance(prompt, list) for prompt in prompts]
-        if any(chats) and not all(chats):
-            raise ValueError("prompts are texts or messages, not some of each")
-        return (self.chat if any(chats) else self.generate)(
+        return (self.chat if _are_chats(prompts) else self.generate)(
             prompts, params, use_tqdm=False
         )
 
@@ -330,38 +389,43 @@ class LLM(vllm.LLM):
         """
         if reason := no_likelihoods(self.model_config.hf_config.family):
             raise ValueError(reason)
-        limit, size = (
-            self.model_config.max_model_len,
-            self.model_config.hf_config.vocab_size,
-        )
-        for batch in batches_of(
-            canvases,
-            self.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens,
-        ):
-            for tokens, masked in batch:
-                if not 1 <= len(tokens) <= limit:
-                    raise ValueError(
-                        f"a canvas of {len(tokens)} tokens: it must be 1 … "
-                        f"max_model_len, here {limit}"
-                    )
-                if not all(0 <= position < len(tokens) for position in masked):
-                    raise ValueError(
-                        f"masked positions {masked} are not all in a canvas of "
-                        f"{len(tokens)} tokens"
-                    )
-                if not 0 <= min(tokens) <= max(tokens) < size:
-                    raise ValueError(
-                        f"a canvas has a token that is not in the vocabulary of {size}"
-                    )
-            logprobs, _ = self.collective_rpc(
-                "masked_logprobs", args=tuple(map(list, zip(*batch, strict=True)))
+        for answer in self._answers(self._checked_probes(canvases)):
+            yield answer.asked
+
+    def _checked_probes(self, canvases: Iterable[Canvas]) -> Iterator[Probe]:
+        limit = self.model_config.max_model_len
+        size = self.model_config.hf_config.vocab_size
+        for tokens, masked in canvases:
+            if not 1 <= len(tokens) <= limit:
+                raise ValueError(
+                    f"a canvas of {len(tokens)} tokens: it must be 1 … max_model_len, "
+                    f"here {limit}"
+                )
+            if not all(0 <= position < len(tokens) for position in masked):
+                raise ValueError(
+                    f"masked positions {masked} are not all in a canvas of "
+                    f"{len(tokens)} tokens"
+                )
+            if not 0 <= min(tokens) <= max(tokens) < size:
+                raise ValueError(
+                    f"a canvas has a token that is not in the vocabulary of {size}"
+                )
+            yield probe_of((tokens, masked))
+
+    def _answers(self, probes: Iterable[Probe]) -> Iterator[Logprobs]:
+        """Answers to each probe, read as needed."""
+        rows = self.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
+        for batch in batches_of(probes, rows):
+            answers, _ = self.collective_rpc(
+                "masked_logprobs", args=arguments_of(batch)
             )
-            if logprobs is None:
+            if answers is None:
                 raise ValueError(
                     "masked_logprobs: the engine is paused or its weights are "
                     "incomplete; let it go on"
                 )
-            yield from logprobs
+            for answer in answers:
+                yield Logprobs(*answer)
 
     def get_default_sampling_params(self) -> vllm.SamplingParams:
         """The model's. A default length stays open, so that admission takes it or what
@@ -382,10 +446,12 @@ def _diffusion_params(params: Any) -> DiffusionParams:
     )
 
 
-def _mean_logprob(output: vllm.RequestOutput) -> float:
-    """Per token filled in."""
-    completion = output.outputs[0]
-    return (completion.cumulative_logprob or 0.0) / max(len(completion.token_ids), 1)
+def _are_chats(prompts: Sequence[Any]) -> bool:
+    """Return True for messages, False for texts."""
+    chats = [isinstance(prompt, list) for prompt in prompts]
+    if any(chats) and not all(chats):
+        raise ValueError("prompts are texts or messages, not some of each")
+    return any(chats)
 
 
 _ARGUMENTS = inspect.signature(LLM.__init__).parameters

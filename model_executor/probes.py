@@ -60,10 +60,16 @@ def run_largest_batch(rank: Rank) -> None:
 
 @torch.inference_mode()
 def masked_logprobs(
-    rank: Rank, sequences: list[list[int]], masked: list[list[int]]
-) -> list[list[float]]:
-    """Log-probabilities of the tokens at ``masked`` positions of sequences, given the
-    rest of each; one forward pass for all."""
+    rank: Rank,
+    sequences: list[list[int]],
+    masked: list[list[int]],
+    tokens: list[list[int]],
+) -> list[list[list[float]]]:
+    """Log-probabilities of ``tokens`` at ``masked`` positions of sequences, given the
+    rest of each, and of the likeliest tokens there; one forward pass for all.
+
+    A position may be there for several tokens.
+    """
     device, family = rank.device, rank.model.config.family
     positions = torch.cat(
         [torch.arange(len(sequence), device=device) for sequence in sequences]
@@ -71,23 +77,24 @@ def masked_logprobs(
     row_bounds = RowBounds(
         list(map(len, sequences)), device, _limits(positions, family.attention_block)
     )
-    tokens = on_device(list(itertools.chain.from_iterable(sequences)), device)
+    ids = on_device(list(itertools.chain.from_iterable(sequences)), device)
+    asked = on_device(list(itertools.chain.from_iterable(tokens)), device)
     places = [
         (first, p)
         for first, own in zip(row_bounds.bounds, masked, strict=False)
         for p in own
     ]
     if not places:
-        return [[] for _ in sequences]
+        return [[[], []] for _ in sequences]
     rows = on_device([first + p for first, p in places], device)
-    ids = tokens.index_fill(0, rows, rank.predictor.mask_token_id)
+    ids = ids.index_fill(0, rows, rank.predictor.mask_token_id)
     hidden, _ = rank.model(ids, positions, DensePass(row_bounds))
     # As in a response, the first position of a sequence has no row before it.
     predicting = on_device(
         [first + max(p - family.shifts_logits, 0) for first, p in places], device
     )
-    logprobs = rank.predictor.logprobs_of(hidden[predicting], tokens[rows])
-    return [part.tolist() for part in logprobs.split(list(map(len, masked)))]
+    logprobs = rank.predictor.logprobs_of(hidden[predicting], asked)
+    return [part.tolist() for part in logprobs.split(list(map(len, masked)), dim=1)]
 
 
 def _limits(positions: torch.Tensor, block_length: int | None) -> torch.Tensor | None:

@@ -214,16 +214,16 @@ class TokenPredictor:
         return [torch.cat(part) for part in parts]
 
     def logprobs_of(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Log-probability, float32 ``[num_rows]``, of a given token per row, int64
-        ``[num_rows]``, under the plain softmax of its logits."""
-        chunks = self._chunks(hidden)
-        shards = ((rows, self.compute_logits(hidden[rows])) for rows in chunks)
-        return torch.cat(
-            [
-                token_logprobs(shard, tokens[rows], 0, self.tp_group).token
-                for rows, shard in shards
-            ]
-        )
+        """Log-probabilities, float32 ``[2, num_rows]``, of a given token per row, int64
+        ``[num_rows]``, and of the row's likeliest, under the plain softmax of its
+        logits.
+        """
+        parts = []
+        for rows in self._chunks(hidden):
+            shard = self.compute_logits(hidden[rows])
+            logprobs = token_logprobs(shard, tokens[rows], 1, self.tp_group)
+            parts.append(torch.stack([logprobs.token, logprobs.top[:, 0]]))
+        return torch.cat(parts, dim=1)
 
     def _chunks(
         self, hidden: torch.Tensor, least_rows: int = LEAST_ROWS

@@ -60,10 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--suffix",
         str,
         "TEXT",
-        "write --gen-length tokens between PROMPT, taken as it is, and this text",
+        "write what belongs between PROMPT, taken as it is, and this text, or "
+        "--gen-length tokens",
     )
     template = (
-        'the answer, with a hole of N tokens where it says [[N]]: "Ida=[[2]], Tom=48"'
+        "the answer, with a hole of N tokens where it says [[N]], and of as many as "
+        'belong there where it says [[]]: "Ida=[[2]], Tom=48"'
     )
     add_value(given, "--template", str, "TEXT", template)
     parser.add_argument(
@@ -92,10 +94,6 @@ def _answer_prompt(args: argparse.Namespace) -> int:
             "PROMPT, --suffix and --template must be UTF-8; give the text in that "
             "encoding"
         )
-    if args.suffix is not None and args.gen_length is None:
-        raise ValueError(
-            "--suffix: say how many tokens to write before it, with --gen-length N"
-        )
     llm, params = start_engine(args)
     use_chat = not args.raw and llm.has_chat_template
     prompt = [Message(role="user", content=args.prompt)] if use_chat else args.prompt
@@ -118,7 +116,9 @@ def _answer_prompt(args: argparse.Namespace) -> int:
             "prompt_tokens": len(output.prompt_token_ids),
             "response_tokens": len(completion.token_ids),
         }
-        for name, value in (figures | completion.diffusion.to_json()).items():
+        if completion.token_ids:
+            figures |= completion.diffusion.to_json()
+        for name, value in figures.items():
             print(f"{name}: {value}", file=sys.stderr)
     return 0
 

@@ -17,11 +17,18 @@ from typing import Protocol
 import numpy as np
 
 from dllm_engine.families import ModelFamily
+from dllm_engine.forward_passes import Probe
 
 NUM_SAMPLES = 128
 """Samples per continuation of LLaDA's evaluation."""
 Canvas = tuple[list[int], list[int]]
 """Tokens, and positions to mask."""
+
+
+def probe_of(canvas: Canvas) -> Probe:
+    """What is asked about a canvas: its own tokens at the masked positions."""
+    tokens, masked = canvas
+    return Probe(tokens, masked, [tokens[position] for position in masked])
 
 
 class MaskedModel(Protocol):
@@ -100,19 +107,3 @@ def weighted_masks(
         count = min(1 + int(length * (sample + offset) / num_samples), length)
         drawn = rng.choice(length, count, replace=False)
         yield length / count / num_samples, np.sort(drawn).tolist()
-
-
-def batches_of(canvases: Iterable[Canvas], max_rows: int) -> Iterator[list[Canvas]]:
-    """Canvases, taken as needed, as many at once as fit into a forward pass of
-    ``max_rows``.
-    """
-    batch: list[Canvas] = []
-    num_rows = 0
-    for canvas in canvases:
-        num_rows += len(canvas[0])
-        if batch and num_rows > max_rows:
-            yield batch
-            batch, num_rows = [], len(canvas[0])
-        batch.append(canvas)
-    if batch:
-        yield batch

@@ -5,13 +5,11 @@ it, which a masked model does not have. The bound that it has instead needs to k
 where the answer begins.
 """
 
-import asyncio
 import itertools
-import time
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
-from fastapi import HTTPException, Request
+from fastapi import Request
 from pydantic import Field
 from starlette.responses import JSONResponse
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -21,10 +19,11 @@ from dllm_engine.admission import check_tokens
 from dllm_engine.evaluation.likelihood import (
     NUM_SAMPLES,
     Canvas,
-    batches_of,
     no_likelihoods,
+    probe_of,
     weighted_canvases,
 )
+from dllm_engine.forward_passes import passes_of
 from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.vllm_hooks.server.prompts import (
     PromptRequest,
@@ -39,8 +38,6 @@ MOST_FULL_CANVASES = 256
 """Most rows of forward passes that a request may take, in canvases of
 ``max_model_len``.
 """
-_WAIT_S = 0.005
-"""Seconds between two looks whether the engine has other requests."""
 
 
 class LikelihoodRequest(PromptRequest):
@@ -54,69 +51,8 @@ class LikelihoodRequest(PromptRequest):
     masks: list[Tokens] | None = None
 
 
-class ForwardPasses:
-    """Forward passes over canvases. Requests take turns. Between two passes the
-    engine's steps have as much time as a pass took."""
-
-    def __init__(self) -> None:
-        self._turn = asyncio.Lock()
-        """Held while the engine has a pass."""
-        self._steps_until = 0.0
-        """When the next pass may begin, if the engine has other requests."""
-
-    async def logprobs(
-        self, engine: Any, canvases: Iterable[Canvas]
-    ) -> AsyncIterator[list[float]]:
-        """Log-probabilities of each canvas's masked tokens, all by the same weights, or
-        else an ``HTTPException``.
-        """
-        changes_before = None
-        for batch in batches_of(
-            canvases, engine.vllm_config.scheduler_config.max_num_batched_tokens
-        ):
-            sequences, masked = map(list, zip(*batch, strict=True))
-            answers, changes = await self._one_pass(engine, sequences, masked)
-            if answers is None or changes_before not in (None, changes):
-                raise HTTPException(
-                    503, "the engine is paused, or its weights changed; ask again"
-                )
-            changes_before = changes
-            for answer in answers:
-                yield answer
-
-    async def _one_pass(self, engine: Any, *args: Any) -> Any:
-        """The answer to one pass. Its turn ends when the engine has answered, also
-        where the client has gone before.
-        """
-        await self._turn.acquire()
-        try:
-            while (
-                engine.output_processor.has_unfinished_requests()
-                and time.monotonic() < self._steps_until
-            ):
-                await asyncio.sleep(_WAIT_S)
-        except BaseException:
-            self._turn.release()
-            raise
-        begin = time.monotonic()
-        call = asyncio.ensure_future(
-            engine.collective_rpc("masked_logprobs", args=args)
-        )
-
-        def end_turn(call: asyncio.Future[Any]) -> None:
-            now = time.monotonic()
-            self._steps_until = now + (now - begin)
-            self._turn.release()
-            if not call.cancelled():
-                call.exception()  # nobody may be left to ask for it
-
-        call.add_done_callback(end_turn)
-        return await asyncio.shield(call)
-
-
 def add_route(app: Any) -> None:
     """Serve ``/v1/likelihoods`` from a FastAPI ``app`` of vLLM's."""
-    passes = ForwardPasses()
 
     async def create_likelihoods(
         request: LikelihoodRequest, raw_request: Request
@@ -133,7 +69,7 @@ def add_route(app: Any) -> None:
             state.openai_serving_completion.render_completion_request(asked)
         )
         _check(request, prompt, answers, state.engine_client.model_config)
-        data = await _computed(passes, state.engine_client, request, prompt, answers)
+        data = await _computed(state.engine_client, request, prompt, answers)
         num_tokens = len(prompt) + sum(map(len, answers))
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
         model = request.model or state.openai_serving_models.model_name()
@@ -193,7 +129,6 @@ def _check(
 
 
 async def _computed(
-    passes: ForwardPasses,
     engine: Any,
     request: LikelihoodRequest,
     prompt: list[int],
@@ -208,9 +143,7 @@ async def _computed(
         terms, ahead = itertools.tee(
             weighted_canvases(pairs, request.num_samples, request.seed)
         )
-        async for logprobs in passes.logprobs(
-            engine, (canvas for _, _, canvas in ahead)
-        ):
+        async for logprobs in _logprobs(engine, (canvas for _, _, canvas in ahead)):
             index, weight, _ = next(terms)
             data[index]["log_likelihood"] = data[index].get(
                 "log_likelihood", 0.0
@@ -218,7 +151,15 @@ async def _computed(
         return data
     masks = [[len(prompt) + position for position in mask] for mask in request.masks]
     canvases = ((prompt + answer, mask) for answer in answers for mask in masks)
-    computed = [logprobs async for logprobs in passes.logprobs(engine, canvases)]
+    computed = [logprobs async for logprobs in _logprobs(engine, canvases)]
     for entry in data:
         entry["logprobs"], computed = computed[: len(masks)], computed[len(masks) :]
     return data
+
+
+async def _logprobs(
+    engine: Any, canvases: Iterable[Canvas]
+) -> AsyncIterator[list[float]]:
+    """Log-probabilities of each canvas's masked tokens."""
+    async for answer in passes_of(engine).answers(map(probe_of, canvases)):
+        yield answer.asked

@@ -2,58 +2,177 @@
 ``vllm_xargs``.
 """
 
+import asyncio
 import json
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
 from vllm.utils.async_utils import make_async
 
-from dllm_engine.infill.template import check_length, filled_in, response_template
+from dllm_engine.forward_passes import passes_of
+from dllm_engine.infill.lengths import (
+    DEFAULT_BUDGET,
+    LARGEST_BUDGET,
+    ranked_lengths,
+)
+from dllm_engine.infill.template import (
+    Piece,
+    Template,
+    check_length,
+    filled_in,
+    tokenized,
+)
 from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.request_options.fields import RequestOptions
 from dllm_engine.request_options.sampling_params import parse_request_options
 
 _LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 """Names of the length in the request classes; the first that is set counts."""
+OPEN = -1
+"""A hole in JSON of as many tokens as belong there."""
 
 
-async def settle_template(request: Any, serving: Any) -> None:
-    """Turn ``suffix``, or ``template`` in ``vllm_xargs``, of a request object of vLLM's
-    server into ``response_template``, and set the length of a request that has one: a
-    longer one is an upper bound."""
+@dataclass
+class Filling:
+    """A template with open holes, of which each prompt of a request gets the lengths.
+
+    Of ``num_choices`` equal prompts in a row, the first gets the best length, and each
+    of the others the next best.
+    """
+
+    template: Template
+    budget: int
+    num_choices: int
+    options: dict[str, Any]
+    """Request options of the template."""
+    rankings: dict[int, "asyncio.Task[list[list[int]]]"] = field(default_factory=dict)
+
+    def fill(self, params: SamplingParams, lengths: Sequence[int] | None) -> bool:
+        """Put the template into a request's parameters; return False if it has nothing
+        to fill in. None: a token in each open hole.
+        """
+        if lengths is None:
+            lengths = [1] * self.template.open_holes
+        template = self.template.filled(lengths)
+        own = {**self.options, "response_template": template}
+        params.extra_args = {**(params.extra_args or {}), **own}
+        params.max_tokens = len(template)
+        return None in template
+
+    async def lengths(
+        self, engine: Any, prompt: Sequence[int], place: int
+    ) -> list[int]:
+        """Those of the open holes, for the prompt at a place of the request."""
+        group, rank = divmod(place, self.num_choices)
+        if group not in self.rankings:
+            ranking = self._ranked(engine, prompt)
+            self.rankings[group] = asyncio.ensure_future(ranking)
+        ranked = await asyncio.shield(self.rankings[group])
+        return [lengths[min(rank, len(lengths) - 1)] for lengths in ranked]
+
+    async def _ranked(self, engine: Any, prompt: Sequence[int]) -> list[list[int]]:
+        config = engine.vllm_config.model_config
+        budget = self.budget_of(len(prompt), config.max_model_len)
+        mask = config.hf_config.mask_token_id
+        holes = self.template.holes(prompt, budget, mask)
+        passes = passes_of(engine)
+        ranking = ranked_lengths(holes, self.num_choices)
+        probes = next(ranking)
+        while True:
+            answers = [answer async for answer in passes.answers(probes)]
+            try:
+                probes = ranking.send(answers)
+            except StopIteration as end:
+                ranked: list[list[int]] = end.value
+                return ranked
+
+    def budget_of(self, prompt_length: int, max_model_len: int) -> int:
+        """Most tokens of each open hole."""
+        return self.template.budget(self.budget, prompt_length, max_model_len)
+
+
+async def whole_where_it_ends(
+    outputs: AsyncGenerator[RequestOutput, None],
+) -> AsyncGenerator[RequestOutput, None]:
+    """Outputs of a hole that has the length that belongs there, so that no length has
+    cut it.
+    """
+    async for output in outputs:
+        for completion in output.outputs:
+            if completion.finish_reason == "length":
+                completion.finish_reason = "stop"
+        yield output
+
+
+async def settle_template(request: Any, serving: Any, asked: Any) -> None:
+    """Settle ``suffix``, or ``template`` in ``vllm_xargs``, of a request object of
+    vLLM's server.
+
+    It becomes a ``response_template``, and the length of the request is the
+    template's: a longer one is an upper bound. One with open holes becomes the
+    ``filling`` of what is ``asked``, an ``OpenRequest``.
+    """
     xargs = dict(getattr(request, "vllm_xargs", None) or {})
-    template, suffix = xargs.pop("template", None), getattr(request, "suffix", None)
+    pieces, suffix = xargs.pop("template", None), getattr(request, "suffix", None)
     if suffix is not None:
-        template = _around_suffix(request, suffix, xargs, template)
+        pieces = _around_suffix(request, suffix, xargs, pieces)
         xargs["return_given"] = False
-    if template is not None:
+    max_model_len = serving.model_config.max_model_len
+    if pieces is not None:
         if "response_template" in xargs:
             raise InvalidRequestError(
                 "template and response_template are one thing in two forms; give one"
             )
-        if not isinstance(template, list):
+        if not isinstance(pieces, list):
             raise InvalidRequestError(
-                f"template is a {type(template).__name__}, not a list of texts and of "
+                f"template is a {type(pieces).__name__}, not a list of texts and of "
                 f"holes' numbers of tokens"
             )
+        check_length("template", pieces, max_model_len)
         tokenize = make_async(
-            response_template, serving.renderer._executor
+            tokenized, serving.renderer._executor
         )  # in vLLM's own threads for that
-        tokens = await tokenize(
-            template, serving.renderer.tokenizer, serving.model_config.max_model_len
-        )
-        xargs["response_template"] = json.dumps(
-            tokens
-        )  # vLLM reads a batch of chats anew, and takes no null
+        read = [None if piece == OPEN else piece for piece in pieces]
+        template = await tokenize(read, serving.renderer.tokenizer, max_model_len)
         request.vllm_xargs = xargs
+        if template.open_holes:
+            options = {
+                name: xargs.pop(name) for name in ("return_given",) if name in xargs
+            }
+            _settle_filling(request, template, options, asked)
+            return
+        # vLLM reads a batch of chats anew, and takes no null.
+        xargs["response_template"] = json.dumps(template.filled([]))
     else:
-        check_length(
-            "response_template",
-            xargs.get("response_template"),
-            serving.model_config.max_model_len,
-        )
+        check_length("response_template", xargs.get("response_template"), max_model_len)
     if length := _options(xargs).returned_length:
         bound = length_of(request)
         set_length(request, length if bound is None else min(bound, length))
+
+
+def _settle_filling(
+    request: Any, template: Template, options: dict[str, Any], asked: Any
+) -> None:
+    budget = length_of(request) or DEFAULT_BUDGET
+    num_choices = getattr(request, "n", None) or 1
+    if num_choices > 1 and hasattr(request, "prompt"):
+        # Each is a prompt of its own, with a length of its own.
+        prompts = request.prompt
+        is_one = isinstance(prompts, str) or isinstance(prompts[0], int)
+        request.prompt = [
+            prompt
+            for prompt in ([prompts] if is_one else prompts)
+            for _ in range(num_choices)
+        ]
+        request.n = 1
+    else:
+        num_choices = 1
+    budget = min(budget, LARGEST_BUDGET)
+    asked.filling = Filling(template, budget, num_choices, options)
+    set_length(request, 1)  # of which vLLM takes the prompt to leave room for
 
 
 def template_fields(
@@ -93,7 +212,7 @@ def length_of(request: Any) -> int | None:
 
 def _around_suffix(
     request: Any, suffix: str, xargs: dict[str, Any], template: Any
-) -> list[str | int]:
+) -> list[Piece]:
     if template is not None or "response_template" in xargs:
         raise InvalidRequestError(
             "suffix and a template both say what is given; give one"
@@ -111,7 +230,7 @@ def _around_suffix(
         raise InvalidRequestError(f"suffix is a {type(suffix).__name__}, not a text")
     # vLLM would render it as a prompt of a model that was trained to continue prompts.
     request.suffix = None
-    return [16 if length is None else length, suffix]  # by OpenAI's documentation
+    return [OPEN, suffix]
 
 
 def _options(xargs: dict[str, Any]) -> RequestOptions:

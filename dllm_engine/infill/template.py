@@ -2,59 +2,152 @@
 response fills in.
 """
 
-import math
 import re
-from collections.abc import Sequence
-from itertools import groupby, product
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import SamplingParams
+
+from dllm_engine.infill.lengths import Hole
 from dllm_engine.request_options.errors import InvalidRequestError
 
-Piece = str | int | tuple[int, ...]
-"""Given text, or a hole of so many tokens; of several sizes the surest is kept."""
-MOST_CANDIDATES = 64
-"""Most combinations of the sizes of a template's holes."""
+Piece = str | int | tuple[int, ...] | None
+"""Given text, or a hole: of so many tokens, of one of several numbers of tokens, or
+(None) of as many as belong there."""
+_OTHER_HOLE = 4
+"""Masks that stand for another hole whose length is not chosen yet."""
 
 
 def parse_template(text: str) -> list[Piece]:
-    """The pieces of a text in which ``[[n]]`` is a hole of n tokens."""
-    pieces = [
-        int(part) if number % 2 else part
-        for number, part in enumerate(re.split(r"\[\[(\d+)\]\]", text))
-    ]
-    return [piece for piece in pieces if piece != ""]
+    """The pieces of a text in which ``[[n]]`` is a hole of n tokens, and ``[[]]`` one
+    of as many as belong there.
+    """
+    pieces: list[Piece] = []
+    for number, part in enumerate(re.split(r"\[\[(\d*)\]\]", text)):
+        if number % 2:
+            pieces.append(int(part) if part else None)
+        elif part:
+            pieces.append(part)
+    return pieces
 
 
-def sized(pieces: Sequence[Piece]) -> list[list[str | int]]:
-    """The template with one size for each hole, in every combination of their sizes."""
-    choices = [piece if isinstance(piece, tuple) else (piece,) for piece in pieces]
-    count = math.prod(map(len, choices))
-    if not count:
-        raise InvalidRequestError(
-            "a hole has no size; give one, or several to choose from"
-        )
-    if count > MOST_CANDIDATES:
-        raise InvalidRequestError(
-            f"the holes have more than {MOST_CANDIDATES} combinations of sizes; give "
-            f"fewer"
-        )
-    return [list(combination) for combination in product(*choices)]
+@dataclass(frozen=True)
+class Template:
+    """A template whose texts are tokens."""
+
+    parts: tuple[list[int] | int | tuple[int, ...] | None, ...]
+    """Given tokens, or a hole as in ``Piece``."""
+
+    @property
+    def open_holes(self) -> int:
+        """Number of the holes whose lengths are to be chosen."""
+        return sum(isinstance(part, tuple | None) for part in self.parts)
+
+    @property
+    def known_length(self) -> int:
+        """Tokens without those of the open holes."""
+        return len(self.filled([0] * self.open_holes))
+
+    def budget(self, most: int, prompt_length: int, max_model_len: int) -> int:
+        """Most tokens of each open hole: ``most``, or what fits behind the prompt."""
+        needed = prompt_length + self.known_length
+        if needed > max_model_len:
+            raise InvalidRequestError(
+                f"prompt ({prompt_length} tokens) and given texts "
+                f"({self.known_length}) need a canvas of at least {needed}, "
+                f"max_model_len is {max_model_len}; shorten one or raise max_model_len"
+            )
+        return min(most, (max_model_len - needed) // self.open_holes)
+
+    def choices(self, ranked: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+        """Lengths of the open holes, from those of each hole, the best first: the best
+        of each, or of a single hole as many as ``count``.
+        """
+        if len(ranked) == 1:
+            return [[length] for length in ranked[0][:count]]
+        return [[lengths[0] for lengths in ranked]]
+
+    def hole_sizes(self, lengths: Sequence[int]) -> list[int]:
+        """Tokens of all holes. ``lengths``: of the open ones."""
+        remaining = iter(lengths)
+        return [
+            part if isinstance(part, int) else next(remaining)
+            for part in self.parts
+            if not isinstance(part, list)
+        ]
+
+    def holes(
+        self, prompt: Sequence[int], budget: int, mask_token_id: int
+    ) -> list[Hole]:
+        """The open holes, each of at most ``budget`` tokens unless it names its sizes.
+
+        Raises ``InvalidRequestError`` for one with nothing given behind it.
+        """
+        holes = []
+        for place, part in enumerate(self.parts):
+            if not isinstance(part, tuple | None):
+                continue
+            before, behind = (
+                [
+                    mask_token_id if token is None else token
+                    for token in Template(parts).filled([_OTHER_HOLE] * len(parts))
+                ]
+                for parts in (self.parts[:place], self.parts[place + 1 :])
+            )
+            if all(token == mask_token_id for token in behind):
+                raise InvalidRequestError(
+                    "nothing is given behind the last hole, so that its length cannot "
+                    "be chosen; give its number of tokens"
+                )
+            sizes = range(budget + 1) if part is None else sorted(set(part))
+            holes.append(Hole([*prompt, *before], behind, sizes))
+        return holes
+
+    def filled(self, lengths: Sequence[int]) -> list[int | None]:
+        """Given tokens, and None for each token of a hole. ``lengths``: of the open
+        holes, or more.
+        """
+        remaining = iter(lengths)
+        tokens: list[int | None] = []
+        for part in self.parts:
+            if isinstance(part, list):
+                tokens += part
+            else:
+                tokens += [None] * (part if isinstance(part, int) else next(remaining))
+        return tokens
 
 
-def response_template(
-    pieces: Sequence[str | int], tokenizer: Any, max_model_len: int
-) -> list[int | None]:
-    """Tokens of the given pieces, and None for each token of a hole. Raises
-    ``InvalidRequestError`` for a hole of no token, a special token in a piece, where
-    there is no hole, and where the pieces do not fit ``max_model_len``."""
+def nothing(request_id: str, prompt: Any, params: SamplingParams) -> RequestOutput:
+    """The output where nothing belongs into the holes."""
+    completion = CompletionOutput(
+        index=0,
+        text="",
+        token_ids=[],
+        cumulative_logprob=None if params.logprobs is None else 0.0,
+        logprobs=None if params.logprobs is None else [],
+        finish_reason="stop",
+    )
+    tokens = list(prompt.get("prompt_token_ids", ()))
+    return RequestOutput(
+        request_id, prompt.get("prompt"), tokens, None, [completion], finished=True
+    )
+
+
+def tokenized(pieces: Sequence[Piece], tokenizer: Any, max_model_len: int) -> Template:
+    """The template of these pieces. Raises ``InvalidRequestError`` for a hole of no
+    token, a special token in a piece, where there is no hole, and where the pieces do
+    not fit ``max_model_len``."""
     _check_pieces(pieces, tokenizer, max_model_len)
     special_tokens: set[int] = (
         set() if tokenizer is None else set(tokenizer.all_special_ids)
     )
-    template: list[int | None] = []
+    parts: list[list[int] | int | tuple[int, ...] | None] = []
     for number, piece in enumerate(pieces):
-        if isinstance(piece, int):
-            template += [None] * piece
+        if not isinstance(piece, str):
+            parts.append(piece)
             continue
         tokens = tokenizer.encode(piece, add_special_tokens=False)
         if special := special_tokens.intersection(tokens):
@@ -62,30 +155,42 @@ def response_template(
             raise InvalidRequestError(
                 f"template[{number}] contains the special token {shown!r}; leave it out"
             )
-        template += tokens
-    return template
+        parts.append(tokens)
+    return Template(tuple(parts))
 
 
-def _check_pieces(
-    pieces: Sequence[str | int], tokenizer: Any, max_model_len: int
-) -> None:
+def _smallest_sizes(pieces: Sequence[Piece]) -> Iterator[int]:
+    """The fewest tokens of each hole."""
+    for number, piece in enumerate(pieces):
+        if piece is None or isinstance(piece, str):
+            continue
+        sizes = piece if isinstance(piece, tuple) else (piece,)
+        if not sizes:
+            raise InvalidRequestError(
+                "a hole has no size; give one, or several to choose from"
+            )
+        for size in sizes:
+            if isinstance(size, bool) or not isinstance(size, int):
+                raise InvalidRequestError(
+                    f"template[{number}]={piece!r} is neither text nor a hole's number "
+                    f"of tokens"
+                )
+            least = 1 if isinstance(piece, int) else 0
+            if size < least:
+                raise InvalidRequestError(
+                    f"template[{number}]={size}: a hole has {least} or more tokens"
+                )
+        yield min(sizes)
+
+
+def _check_pieces(pieces: Sequence[Piece], tokenizer: Any, max_model_len: int) -> None:
     """Raise what is wrong before a text is tokenized: nothing takes long, whatever the
     pieces are.
     """
     check_length("template", pieces, max_model_len)
-    for number, piece in enumerate(pieces):
-        if isinstance(piece, bool) or not isinstance(piece, str | int):
-            raise InvalidRequestError(
-                f"template[{number}]={piece!r} is neither text nor a hole's number of "
-                f"tokens"
-            )
-        if not isinstance(piece, str) and piece < 1:
-            raise InvalidRequestError(
-                f"template[{number}]={piece}: a hole has 1 or more tokens"
-            )
+    num_masks = sum(_smallest_sizes(pieces))
     texts = [piece for piece in pieces if isinstance(piece, str)]
-    num_masks = sum(piece for piece in pieces if isinstance(piece, int))
-    if not num_masks:
+    if len(texts) == len(pieces):
         raise InvalidRequestError(
             "the template has no hole; give the number of tokens to fill in between "
             "its texts"

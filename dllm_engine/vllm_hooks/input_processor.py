@@ -13,6 +13,8 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from dllm_engine.admission import admitted
 from dllm_engine.decoding.unmasking_policies import MOST_TOKENS
+from dllm_engine.infill.http import whole_where_it_ends
+from dllm_engine.infill.template import nothing
 from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.request_options.sampling_params import (
     SOURCE,
@@ -135,6 +137,31 @@ def generate_if_valid(
         sampling_params = sampling_params.clone()
         extra_args = sampling_params.extra_args or {}
         sampling_params.extra_args = {**extra_args, **asked.carried}
+
+    if asked is not None and asked.filling is not None:
+        filling, place = asked.filling, len(asked.latest)
+        params = sampling_params.clone()
+        filling.fill(params, None)
+        # What cannot be served is refused before a stream has its status.
+        _checked_prompt(self, prompt, params, request_id, kwargs)
+
+        async def filled() -> AsyncGenerator[Any, None]:
+            unchecked = {name: x for name, x in prompt.items() if name != _CHECKED}
+            tokens = unchecked["prompt_token_ids"]
+            lengths = await filling.lengths(self, tokens, place)
+            if not filling.fill(params, lengths):
+                yield nothing(request_id, unchecked, params)
+                return
+            checked = _checked_prompt(self, unchecked, params, request_id, kwargs)
+            outputs = generate(self, checked, params, request_id, **kwargs)
+            max_model_len = self.vllm_config.model_config.max_model_len
+            if max(lengths) < filling.budget_of(len(tokens), max_model_len):
+                outputs = whole_where_it_ends(outputs)
+            async with aclosing(outputs):
+                async for output in outputs:
+                    yield output
+
+        return asked.outputs(filled(), params)
 
     def checked() -> AsyncGenerator[Any, None]:
         checked_prompt = _checked_prompt(

@@ -30,8 +30,6 @@ class DiffusionWorker:
         finally:
             model.takes_parts = False
 
-    def masked_logprobs(
-        self, sequences: list[list[int]], masked: list[list[int]]
-    ) -> list[list[float]]:
-        """For ``LLM.masked_logprobs``, through vLLM's ``collective_rpc``."""
-        return masked_logprobs(self.model_runner.rank, sequences, masked)
+    def masked_logprobs(self, *probes: list[list[int]]) -> list[list[list[float]]]:
+        """For ``dllm_engine/forward_passes.py``, through vLLM's ``collective_rpc``."""
+        return masked_logprobs(self.model_runner.rank, *probes)

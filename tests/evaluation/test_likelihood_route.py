@@ -10,7 +10,7 @@ import pytest
 from fastapi import HTTPException
 
 from dllm_engine.evaluation.likelihood import log_likelihoods
-from dllm_engine.evaluation.likelihood_route import ForwardPasses
+from dllm_engine.forward_passes import ForwardPasses, Probe
 from tests.support.engines import assert_nothing_left
 
 CHAT = [{"role": "user", "content": "Tom=48. Ida=07. Give: Ida"}]
@@ -144,27 +144,28 @@ class Engine:
         self.num_weight_changes = self.changes_per_pass = 0
 
     async def collective_rpc(self, method, args):
-        sequences, _ = args
+        sequences, *_ = args
         self.passes.append([sequence[0] for sequence in sequences])
         await asyncio.sleep(0)
         self.num_weight_changes += self.changes_per_pass
         if self.failures:
             raise self.failures.pop()
         return [
-            [[float(sequence[0])] for sequence in sequences],
+            [[[float(sequence[0])], [0.0]] for sequence in sequences],
             self.num_weight_changes,
         ]
 
 
 def computed(engine, *requests, during=lambda tasks: None):
     async def one(passes, request):
-        canvases = [([mark] * size, [0]) for mark, size in request]
-        return [value async for (value,) in passes.logprobs(engine, canvases)]
+        probes = [Probe([mark] * size, [0], [0]) for mark, size in request]
+        return [answer.asked[0] async for answer in passes.answers(probes)]
 
     async def run():
-        passes = ForwardPasses()
+        passes = ForwardPasses(engine)
         tasks = [asyncio.create_task(one(passes, request)) for request in requests]
-        await asyncio.sleep(0)
+        for _ in range(2):  # the second begins the first pass
+            await asyncio.sleep(0)
         during(tasks)
         return await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -191,19 +192,20 @@ def test_the_engine_has_one_pass_at_a_time_also_where_clients_leave():
     async def wait(method, args):
         engine.passes.append(args[0][0][0])
         await ends.wait()
-        return [[[0.0]], 0]
+        return [[[[0.0], [0.0]]] * len(args[0]), 0]
 
     engine.collective_rpc = wait
 
     async def run():
-        passes = ForwardPasses()
+        passes = ForwardPasses(engine)
 
         async def one(mark):
-            return [value async for value in passes.logprobs(engine, [([mark], [0])])]
+            return [x async for x in passes.answers([Probe([mark] * 9, [0], [0])])]
 
         leaving = [asyncio.create_task(one(mark)) for mark in range(10)]
         staying = asyncio.create_task(one(10))
-        await asyncio.sleep(0)
+        while not engine.passes:
+            await asyncio.sleep(0)
         for task in leaving:
             task.cancel()
         await asyncio.wait(leaving)
@@ -223,7 +225,7 @@ def test_the_engines_steps_have_as_much_time_as_passes():
         begun.append(time.monotonic())
         await asyncio.sleep(0.05)
         ended.append(time.monotonic())
-        return [[[0.0]], 0]
+        return [[[[0.0], [0.0]]] * len(args[0]), 0]
 
     engine.collective_rpc = take_a_while
     assert computed(engine, [(1, 10)] * 3, [(2, 10)] * 3) == [[0.0] * 3] * 2

@@ -10,11 +10,9 @@ from vllm import SamplingParams
 from dllm_engine import DiffusionParams
 from dllm_engine.infill import http
 from dllm_engine.infill.template import (
-    MOST_CANDIDATES,
     filled_in,
     parse_template,
-    response_template,
-    sized,
+    tokenized,
 )
 from tests.support.engines import assert_nothing_left
 from tests.support.http_app import answered_meanwhile, chunks_of, length_of, refusal
@@ -32,23 +30,14 @@ def complete(client):
 
 
 def test_marks_in_a_text_are_holes():
-    assert parse_template("[[3]], Max=31. [[12]]") == [3, ", Max=31. ", 12]
+    assert parse_template("[[3]], Max=31. [[]]") == [3, ", Max=31. ", None]
     assert parse_template("[3] [[x]]") == ["[3] [[x]]"]
-
-
-def test_holes_of_several_sizes_are_combined():
-    assert sized([(1, 2), "a", 3]) == [[1, "a", 3], [2, "a", 3]]
-    assert len(sized([(1, 2), (3, 4, 5)])) == 6
-    with pytest.raises(ValueError, match=f"more than {MOST_CANDIDATES}"):
-        sized([tuple(range(1, 10**6))] * 3)
-    with pytest.raises(ValueError, match="no size"):
-        sized([(), "a"])
 
 
 def test_texts_become_tokens_and_filled_tokens_texts(demo):
     tokenizer = demo.get_tokenizer()
     given = tokenizer.encode(", Max=31", add_special_tokens=False)
-    template = response_template([2, ", Max=31", 1], tokenizer, 64)
+    template = tokenized([2, ", Max=31", None], tokenizer, 64).filled([1])
     assert template == [None, None, *given, None]
     filled = tokenizer.encode("17", add_special_tokens=False) + tokenizer.encode(
         "5", add_special_tokens=False
@@ -59,9 +48,9 @@ def test_texts_become_tokens_and_filled_tokens_texts(demo):
     # An end token has ended the response in its first hole.
     assert filled_in(whole[:1], template, tokenizer, with_given=True) == ["1", ""]
     with pytest.raises(ValueError, match="no tokenizer"):
-        response_template([1, "a"], None, 64)
+        tokenized([1, "a"], None, 64)
     with pytest.raises(ValueError, match=r"template\[0\]=True is neither"):
-        response_template([True], tokenizer, 64)
+        tokenized([True], tokenizer, 64)
 
 
 def test_what_belongs_between_two_texts(demo):
@@ -77,31 +66,36 @@ def test_what_belongs_between_two_texts(demo):
     assert_nothing_left(demo)
 
 
-def test_of_several_sizes_the_surest_is_kept(demo):
-    sizes = (2, 4, 5)
-    (kept,) = demo.infill(PROMPT + BEFORE, AFTER, sizes=sizes)
-    alone = [
-        demo.infill(PROMPT + BEFORE, AFTER, DiffusionParams(gen_length=n, logprobs=0))[
-            0
-        ]
-        for n in sizes
-    ]
-    means = [
-        output.outputs[0].cumulative_logprob / n
-        for output, n in zip(alone, sizes, strict=True)
-    ]
-    assert (
-        kept.outputs[0].token_ids == alone[means.index(max(means))].outputs[0].token_ids
-    )
+def test_a_hole_without_a_length_gets_the_one_that_belongs_there(demo):
+    for arguments in ({}, {"sizes": (2, 4, 5, 30)}):
+        (output,) = demo.infill(PROMPT + BEFORE, AFTER, **arguments)
+        (completion,) = output.outputs
+        assert (completion.text, completion.joined) == (WANTED, WANTED + AFTER)
+    template = [" Tom=", None, ", Ida=", 2, None, ", Max=31"]
+    for prompt in (PROMPT, CHAT):
+        (output,) = demo.fill_in([prompt], [template])
+        assert output.outputs[0].holes == ["48", "07", ""]
+        assert output.outputs[0].joined == BEFORE + WANTED + AFTER
+
+
+def test_nothing_may_belong_into_a_hole(demo):
+    for n in (1, 2):
+        params = DiffusionParams(n=n, temperature=0.1 if n > 1 else 0.0, logprobs=0)
+        (output,) = demo.infill(PROMPT + BEFORE + WANTED, AFTER, params)
+        first, *others = output.outputs
+        assert (first.text, first.holes, first.token_ids) == ("", [""], [])
+        assert (first.joined, first.finish_reason) == (AFTER, "stop")
+        assert [len(other.token_ids) > 0 for other in others] == [True] * (n - 1)
+    assert_nothing_left(demo)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"params": DiffusionParams()}, "give one of them"),
         ({"params": DiffusionParams(gen_length=4), "sizes": [2]}, "give one of them"),
-        ({"sizes": [0]}, "a hole has 1"),
-        ({"sizes": [2, 3], "params": DiffusionParams(n=2, temperature=1.0)}, "n=2"),
+        ({"sizes": [-1]}, "a hole has 0"),
+        ({"suffix": "a " * 2000}, "max_model_len"),
+        ({"suffix": ""}, "nothing is given behind"),
         ({"suffix": [AFTER, AFTER], "sizes": [2]}, "1 prefixes and 2 suffixes"),
         (
             {"params": SamplingParams(max_tokens=3)},
@@ -140,7 +134,12 @@ def test_suffix_of_a_completion(complete):
         [WANTED],
         4,
     )
-    assert length_of(complete(suffix=AFTER)) == 16
+    for budget in ({}, {"max_tokens": 4096}, {"max_tokens": 5, "temperature": 0.1}):
+        answer = complete(suffix=AFTER, **budget).json()
+        (choice,) = answer["choices"]
+        assert (choice["text"], choice["finish_reason"]) == (WANTED, "stop")
+        assert answer["usage"]["completion_tokens"] == 4
+    assert length_of(complete(suffix=AFTER, max_tokens=2)) <= 2
     chunks = chunks_of(complete(suffix=AFTER, max_tokens=4, stream=True))
     assert (
         "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
@@ -151,22 +150,36 @@ def test_suffix_of_a_completion(complete):
 @pytest.mark.parametrize(
     "path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"]
 )
-def test_the_hole_before_a_suffix_has_the_length_of_the_request_by_each_of_its_names(
-    client, path
-):
+def test_the_length_of_a_request_is_the_budget_of_its_hole(client, path):
     body, *names = BODIES[path]
     for name in names:
-        assert (
-            length_of(
-                client.post(
-                    path, json={"model": "demo", "suffix": ", Max=31", name: 5} | body
-                )
-            )
-            == 5
-        )
-        assert "suffix" in refusal(
-            client.post(path, json={"model": "demo", "suffix": 7, name: 5} | body)
-        )
+        asked = {"model": "demo", "suffix": ", Max=31", name: 300} | body
+        answer = client.post(path, json=asked)
+        assert length_of(answer) == 9, answer.text
+        assert BEFORE + WANTED in answer.text
+        assert length_of(client.post(path, json=asked | {name: 3})) <= 3
+        assert "suffix" in refusal(client.post(path, json=asked | {"suffix": 7}))
+
+
+def test_several_responses_have_the_best_lengths(complete, demo):
+    answer = complete(suffix=AFTER, n=3).json()
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert (texts[0], len(set(texts))) == (WANTED, 3)
+    chunks = chunks_of(complete(suffix=AFTER, n=3, stream=True))
+    streamed = ["", "", ""]
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        streamed[choice["index"]] += choice["text"]
+    assert streamed == texts
+    assert_nothing_left(demo)
+
+
+def test_nothing_may_belong_before_a_suffix(complete, client):
+    asked = {"prompt": PROMPT + BEFORE + WANTED, "suffix": AFTER}
+    (choice,) = complete(**asked, logprobs=1).json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("", "stop")
+    (chunk,) = chunks_of(complete(**asked, stream=True))
+    (choice,) = chunk["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("", "stop")
 
 
 def test_templates_over_http(client, complete):
@@ -177,6 +190,9 @@ def test_templates_over_http(client, complete):
     (choice,) = answer.json()["choices"]
     assert choice["holes"] == ["48", "07"]
     assert choice["message"]["content"] == BEFORE + WANTED + AFTER
+    template[1] = -1
+    answer = client.post("/v1/chat/completions", json={"model": "demo"} | chat)
+    assert answer.json()["choices"][0]["holes"] == ["48", "07"]
     holes = {"template": [WANTED, ", ", 4], "return_given": False}
     (choice,) = complete(vllm_xargs=holes).json()["choices"]
     assert choice["text"] == choice["holes"][0]
@@ -242,7 +258,7 @@ def test_in_python_too(demo, kind):
                 {"vllm_xargs": {"template": ["a", n]}},
                 rf"template\[1\]={n}: a hole has 1 or",
             )
-            for n in (0, -3)
+            for n in (0, -2)
         ],
         (
             {"vllm_xargs": {"template": [1 << 20] * 30}},
@@ -291,9 +307,9 @@ def test_others_are_served_while_a_template_is_tokenized(client, monkeypatch):
     def tokenize_when_another_is_answered(*arguments):
         tokenizing.set()
         assert answered.wait(60)
-        return response_template(*arguments)
+        return tokenized(*arguments)
 
-    monkeypatch.setattr(http, "response_template", tokenize_when_another_is_answered)
+    monkeypatch.setattr(http, "tokenized", tokenize_when_another_is_answered)
     slow, other = (
         {"prompt": [5], "vllm_xargs": {"template": [BEFORE, 2]}},
         {"prompt": [5, 6, 7], "max_tokens": 4},

@@ -110,7 +110,11 @@ def test_chunks_change_nothing_and_bound_the_logits(
     assert max(sizes) == min(max(rows_at_once, 1), 9)
     tokens = torch.tensor([0, 149, MASK, 7, 99, 100, 101, 3, 3])
     expected = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
-    torch.testing.assert_close(predictor.logprobs_of(logits, tokens), expected)
+    asked, likeliest = predictor.logprobs_of(logits, tokens)
+    torch.testing.assert_close(asked, expected)
+    torch.testing.assert_close(
+        likeliest, logits.float().log_softmax(dim=-1).amax(dim=-1)
+    )
 
 
 @pytest.mark.parametrize("settings", SETTINGS)

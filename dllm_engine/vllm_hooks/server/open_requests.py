@@ -18,6 +18,7 @@ from vllm.exceptions import GenerationError, RetryableRequestError
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from dllm_engine.figures import ErrorReason
+from dllm_engine.infill.http import Filling
 from dllm_engine.vllm_hooks.server.error_forms import last_events, route_of
 
 RETRY_AFTER = "1"
@@ -37,6 +38,8 @@ class OpenRequest:
         self.leaves_length_open = False
         self.carried: dict[str, bytes] = {}
         """For ``extra_args`` of its parameters."""
+        self.filling: Filling | None = None
+        """Holes whose lengths are to be chosen."""
         self.latest: list[tuple[Any, Any] | None] = []
         """Per prompt, its parameters and the last output."""
 

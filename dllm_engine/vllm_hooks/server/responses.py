@@ -88,6 +88,8 @@ async def stream_with_fields(
     changes: defaultdict[int, BlockChanges] = defaultdict(BlockChanges)
     fields: dict[int, dict[str, Any]] = {}
     """By choice, of the completions that vLLM is going to make chunks of."""
+    begun: set[int] = set()
+    """Choices that have tokens."""
 
     async def passed_on() -> AsyncGenerator[Any, None]:
         async for result in given["result_generator"]:
@@ -113,6 +115,14 @@ async def stream_with_fields(
                     (index, fields_of(c, with_trace=with_trace)) for index, c in choices
                 )
                 yield result
+                begun.update(index for index, c in choices if c.token_ids)
+                ends = [
+                    {"index": index, "text": "", "finish_reason": c.finish_reason}
+                    for index, c in choices
+                    if c.finish_reason is not None and index not in begun
+                ]
+                if ends and not is_chat:  # of which vLLM sends no chunk
+                    await send.send(_event_of({**head, "choices": ends}))
 
     async def run() -> None:
         async with (

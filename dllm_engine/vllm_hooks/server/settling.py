@@ -32,6 +32,8 @@ _SETTLED = (
     "max_completion_tokens",
     "max_tokens",
     "max_output_tokens",
+    "prompt",
+    "n",
 )
 """Fields that ``settle`` may change."""
 
@@ -129,7 +131,7 @@ async def settle(request: Any, serving: Any, asked: OpenRequest) -> None:
         and hasattr(request, "top_logprobs")
     ):
         request.top_logprobs = None  # which vLLM would take for those of the prompt
-    await settle_template(request, serving)
+    await settle_template(request, serving, asked)
     await settle_decision(request, serving)
     xargs = request.vllm_xargs or {}
     asked.carried = {name: x for name, x in xargs.items() if isinstance(x, bytes)}

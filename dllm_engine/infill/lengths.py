@@ -1,0 +1,105 @@
+"""The number of tokens of a hole, chosen by two forward passes.
+
+The text behind a hole says how long it is: it is probable behind a hole of the right
+length, and improbable behind others. The first pass has one canvas for all lengths: the
+text before the hole and masks only. ``open(L)`` is the mean log-probability, L masks
+behind that text, of the first tokens of the text behind the hole. The second pass has a
+canvas for each of the lengths that the first is best for, with the text behind the
+hole, of which the first tokens are masked:
+
+    score(L) = sum of these tokens' log-probabilities
+             + mean over the hole of the likeliest token's log-probability
+
+docs/infill.md compares it with other rules.
+"""
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+from dllm_engine.forward_passes import Logprobs, Probe
+
+DEFAULT_BUDGET = 64
+"""Most tokens of a hole whose request names no budget."""
+LARGEST_BUDGET = 256
+"""Most tokens of a hole of which the length is chosen."""
+_BEFORE, _BEHIND = 256, 128
+"""Tokens of the text around a hole that passes see."""
+_JOINED = 4
+"""Tokens behind a hole that are to be probable."""
+_COMPARED = 4
+"""Lengths in the second pass."""
+
+
+@dataclass(frozen=True)
+class Hole:
+    """A hole, the tokens around it, and the lengths that it may have."""
+
+    before: Sequence[int]
+    behind: Sequence[int]
+    """At least one token."""
+    sizes: Sequence[int]
+
+    @property
+    def joined(self) -> Sequence[int]:
+        return self.behind[:_JOINED]
+
+    def open_probe(self) -> Probe:
+        before = [*self.before[-_BEFORE:]]
+        places = [
+            (len(before) + size + offset, token)
+            for size in self.sizes
+            for offset, token in enumerate(self.joined)
+        ]
+        num_masks = max(self.sizes) + len(self.joined)
+        masked, tokens = map(list, zip(*places, strict=True))
+        return Probe(before + [0] * num_masks, masked, tokens)
+
+    def compared_sizes(self, answer: Logprobs, count: int) -> list[int]:
+        """The best lengths by the answer to ``open_probe``, at least ``count``."""
+        width = len(self.joined)
+        scores = {
+            size: sum(answer.asked[i * width : (i + 1) * width])
+            for i, size in enumerate(self.sizes)
+        }
+        best = sorted(self.sizes, key=lambda size: (-scores[size], size))
+        return best[: max(count, _COMPARED)]
+
+    def closed_probe(self, size: int) -> Probe:
+        before, behind = self.before[-_BEFORE:], self.behind[: _JOINED + _BEHIND]
+        first = len(before)
+        masked = list(range(first, first + size + len(self.joined)))
+        canvas = [*before, *[0] * size, *behind]
+        return Probe(canvas, masked, [canvas[position] for position in masked])
+
+    def score(self, size: int, answer: Logprobs) -> float:
+        """By the answer to ``closed_probe``."""
+        sureness = sum(answer.likeliest[:size]) / max(size, 1)
+        return sum(answer.asked[size:]) + sureness
+
+
+def ranked_lengths(
+    holes: Sequence[Hole], count: int = 1
+) -> Generator[list[Probe], list[Logprobs], list[list[int]]]:
+    """Lengths of each hole, the best first: at least ``count``, where it may have so
+    many. The generator yields the probes of a forward pass and is sent their answers.
+    """
+    answers = yield [hole.open_probe() for hole in holes]
+    compared = [
+        hole.compared_sizes(answer, count)
+        for hole, answer in zip(holes, answers, strict=True)
+    ]
+    pairs = [
+        (hole, size)
+        for hole, sizes in zip(holes, compared, strict=True)
+        for size in sizes
+    ]
+    answers = yield [hole.closed_probe(size) for hole, size in pairs]
+    scored = iter(
+        hole.score(size, answer)
+        for (hole, size), answer in zip(pairs, answers, strict=True)
+    )
+    ranked = []
+    for sizes in compared:
+        scores = {size: next(scored) for size in sizes}
+        ranked.append(sorted(sizes, key=lambda size: (-scores[size], size)))
+    return ranked
