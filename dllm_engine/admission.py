@@ -100,11 +100,10 @@ def _check_types(params: SamplingParams) -> None:
 def _check_request(
     params: SamplingParams, prompt_token_ids: list[int], vllm_config: Any
 ) -> None:
-    model_config, engine = (
-        vllm_config.model_config,
-        EngineOptions.from_vllm_config(vllm_config),
-    )
-    hf_config, max_model_len = model_config.hf_config, model_config.max_model_len
+    model_config = vllm_config.model_config
+    engine = EngineOptions.from_vllm_config(vllm_config)
+    hf_config = model_config.hf_config
+    max_model_len = model_config.max_model_len
     family = hf_config.family
     for name in _UNSUPPORTED:
         if reason := unsupported(name, getattr(params, name)):
@@ -267,9 +266,9 @@ def _check_decision(spec: DecodingSpec) -> None:
 def _check_constraint(spec: DecodingSpec, min_tokens: int, max_search: int) -> None:
     if not spec.text.is_constrained:
         return
-    ends, constraint = (
-        spec.ends.tokens,
-        constraint_of(spec.text.constraint, spec.ends.tokens, spec.text.reasoning),
+    ends = spec.ends.tokens
+    constraint = constraint_of(
+        spec.text.constraint, spec.ends.tokens, spec.text.reasoning
     )
     # What the text may be behind a block depends on all that is given there, and
     # without an end token on the length.
@@ -295,10 +294,8 @@ def _check_constraint(spec: DecodingSpec, min_tokens: int, max_search: int) -> N
             f"max_automaton_search is {max_search}: lower {shorten}, simplify the "
             f"expression or schema, or raise max_automaton_search"
         )
-    budget, first_end = (
-        spec.text.thinking_budget,
-        spec.ends.earliest - spec.layout.prompt_length,
-    )
+    budget = spec.text.thinking_budget
+    first_end = spec.ends.earliest - spec.layout.prompt_length
     if constraint.completable(spec.layout.response_template, first_end, budget)[0][0]:
         return
     with_reasoning = (

@@ -263,10 +263,8 @@ def request_demand(
     spec = replace(spec, guidance=None)
     retained = rows = num_steps = 0
     for step_plan, progress in method.steps(spec):
-        num_steps, rows = (
-            num_steps + 1,
-            rows + step_plan.max_rows * method.cost.num_runs(spec, step_plan),
-        )
+        num_steps = num_steps + 1
+        rows = rows + step_plan.max_rows * method.cost.num_runs(spec, step_plan)
         if step_plan.retained > retained:
             held = (
                 sum(page_demand.held(spec, progress.running)[PageKind.KV])
@@ -275,7 +273,8 @@ def request_demand(
             retained = max(
                 retained, min(step_plan.retained, held // geometry.num_layers)
             )
-    mean_rows, cache_options = rows / num_steps, options.cache.model_dump()
+    mean_rows = rows / num_steps
+    cache_options = options.cache.model_dump()
     return RequestDemand(
         options.cache_method,
         cache_options,
@@ -434,11 +433,9 @@ def weight_bytes(
     """Bytes of the weights on one tensor-parallel rank; without ``quantization``, as
     the config states it.
     """
-    tp, hidden, num_layers = (
-        tensor_parallel_size,
-        config.hidden_size,
-        config.num_hidden_layers,
-    )
+    tp = tensor_parallel_size
+    hidden = config.hidden_size
+    num_layers = config.num_hidden_layers
     q, kv = _head_widths(config, tp)
     quantization = (
         quantization or Quantization.of(config) or Quantization(8 * dtype_bytes, 0)
@@ -494,10 +491,8 @@ def activation_bytes(
         # As vLLM's Triton kernels hold it: each of a row's experts has an output of its
         # own.
     ):
-        width, shared = (
-            experts.intermediate_size // tp,
-            experts.shared_intermediate_size // tp,
-        )
+        width = experts.intermediate_size // tp
+        shared = experts.shared_intermediate_size // tp
         numbers = max(
             numbers,
             experts.top_k * (max(2 * width, hidden) + width) + 3 * shared + 2 * hidden,

@@ -57,7 +57,8 @@ def _check_tensors(model: str, config: Config) -> None:
     tensors = check_safetensors(model)
     if not tensors:
         return  # the model has to be downloaded
-    key_names, where = config.family.key_names, f"{model}/config.json"
+    key_names = config.family.key_names
+    where = f"{model}/config.json"
     layer = re.compile(rf"{re.escape(config.family.names.layers)}\.([0-9]+)\.")
     layers = {match[1] for name in tensors if (match := layer.match(name))}
     stated = config.num_hidden_layers

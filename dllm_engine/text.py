@@ -109,10 +109,8 @@ def explain(error: ValidationError, what: str, known: Iterable[str] = ()) -> str
     option``; may be empty. ``known``: names to tell for an unknown one."""
     known, lines = list(known), []
     for detail in error.errors()[:_MOST_SHOWN]:
-        name, value = (
-            cut(".".join(str(part) for part in detail["loc"])),
-            shortened(detail["input"]),
-        )
+        name = cut(".".join(str(part) for part in detail["loc"]))
+        value = shortened(detail["input"])
         message = detail["msg"].removeprefix("Value error, ")
         if detail["type"] == "extra_forbidden":
             lines.append(

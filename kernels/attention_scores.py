@@ -143,7 +143,8 @@ def summed_probabilities(
     pages = k_pages.unflatten(1, (-1, num_kv_heads))
     for request, (start, stop) in enumerate(pairwise(cu_seqlens.tolist())):
         tokens = torch.arange(int(head_len[request, 0]))
-        numbers, places = tokens // pages.shape[1], tokens % pages.shape[1]
+        numbers = tokens // pages.shape[1]
+        places = tokens % pages.shape[1]
         own = pages[page_tables[request, numbers], places]
         for probabilities in _probabilities(q[start:stop], own, lse[start:stop]):
             total[request, : stop - start, : len(tokens)] += probabilities.sum(dim=1)

@@ -208,7 +208,8 @@ def _retained(request: int, tokens: PagedTokens) -> tuple[Tensor, Tensor, Tensor
     """Keys and values of a request's tokens in pages, ``[num_kv_heads, longest head,
     head_dim]``, and their numbers in the request, ``[num_kv_heads, longest head]``.
     Where a head is shorter, they are zeros, and the number is that of no key."""
-    slots_per_page, lengths = tokens.k_pages.shape[1], tokens.head_len[request, :, None]
+    slots_per_page = tokens.k_pages.shape[1]
+    lengths = tokens.head_len[request, :, None]
     numbers = torch.arange(int(lengths.max())).expand(len(lengths), -1)
     exists = numbers < lengths
     slots = torch.where(

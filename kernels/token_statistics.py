@@ -61,7 +61,8 @@ def token_statistics(
         allowed = logits.clone()
         allowed[:, forbidden_token] = -torch.inf
     token_logit, token = allowed.max(dim=-1)
-    negative_entropy, top2 = highest.new_empty(0), highest.new_empty(0, 2)
+    negative_entropy = highest.new_empty(0)
+    top2 = highest.new_empty(0, 2)
     if with_entropy:
         p.div_(total)
         negative_entropy = (p + _ENTROPY_EPS).log_().mul_(p).sum(dim=-1)

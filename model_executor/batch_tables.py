@@ -111,11 +111,9 @@ class KVTables:
         """``tables``: int32 ``[num_layers, num_requests, most pages]``; ``head_len``:
         tokens that each request attends to, contiguous int32 ``[num_requests]``, of at
         most ``max_head_len``."""
-        heads, num_requests, device = (
-            pages.num_kv_heads,
-            head_len.shape[0],
-            head_len.device,
-        )
+        heads = pages.num_kv_heads
+        num_requests = head_len.shape[0]
+        device = head_len.device
         head_start = (
             torch.arange(heads, dtype=torch.int32, device=device)
             .expand(num_requests, -1)
@@ -175,7 +173,8 @@ class TokenTables(BatchTables, KVTables):
             on_device(head_len, device, torch.int32),
             max(head_len),
         )
-        self.requests, self.positions = batch.requests, batch.positions
+        self.requests = batch.requests
+        self.positions = batch.positions
 
     def row_slots(self) -> torch.Tensor:
         """Physical slots ``[num_layers, num_rows, num_kv_heads]``."""

@@ -183,7 +183,8 @@ class BatchCandidates:
             return None
         weights = np.ones(self.columns.shape[1], dtype=np.float32)
         for i, sigma in sigmas.items():
-            canvas, mine = self.batch.canvases[i], self.rows_of(i)
+            canvas = self.batch.canvases[i]
+            mine = self.rows_of(i)
             start = canvas.spec.layout.prompt_length
             weights[mine] = certainty_density(canvas.known[start:] >= 0, sigma)[
                 self.columns[2, mine] - start

@@ -89,7 +89,8 @@ class Canvas:
             constraint = constraint_of(
                 spec.text.constraint, spec.ends.tokens, spec.text.reasoning
             )
-            template, first_end = spec.layout.response_template, spec.ends.earliest
+            template = spec.layout.response_template
+            first_end = spec.ends.earliest
             self.constrained = ConstrainedResponse(
                 constraint,
                 spec.layout.prompt_length,
@@ -277,9 +278,7 @@ class CanvasStore:
         self._end = SPARE + 1
 
     def _place(self, canvas: Canvas) -> None:
-        canvas.start, self._end = (
-            self._end,
-            self._end + canvas.spec.layout.canvas_length,
-        )
+        canvas.start = self._end
+        self._end = self._end + canvas.spec.layout.canvas_length
         canvas.tokens = self.tokens[canvas.start : self._end]
         canvas.masked = self.masked[canvas.start : self._end]

@@ -186,7 +186,8 @@ class DiffusionModelRunner:
         """
         if not self.options.uses_pages:
             return {}
-        geometry, longest = self.geometry, self.model_config.max_model_len
+        geometry = self.geometry
+        longest = self.model_config.max_model_len
         demand = PageDemand(self.options.method, geometry)
         spec = PagePoolSpec(
             block_size=geometry.page_size,
@@ -316,7 +317,8 @@ class DiffusionModelRunner:
         """Make canvases of new requests, and take page tables that have changed.
         Returns what failed.
         """
-        new, tables = scheduler_output.new_requests, scheduler_output.page_tables
+        new = scheduler_output.new_requests
+        tables = scheduler_output.page_tables
         failures: Failures = {}
         if new or tables:
             self.last_layout = None

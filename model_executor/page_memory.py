@@ -102,10 +102,8 @@ class PageMemory(PageView):
         """Number of this rank's first KV head in the model. With more ranks than KV
         heads, neighbours hold the same.
         """
-        ranks, rank = (
-            get_tensor_model_parallel_world_size(),
-            get_tensor_model_parallel_rank(),
-        )
+        ranks = get_tensor_model_parallel_world_size()
+        rank = get_tensor_model_parallel_rank()
         return rank * self.geometry.total_kv_heads // ranks
 
     def view_for(self, num_kv_heads: int, head_dim: int) -> PageView:

@@ -267,7 +267,8 @@ class _Chunk:
         self.logits, self.first_token = changed
         self.sharded = self.tp_group.world_size > 1 and not settings.filters
         if self.tp_group.world_size > 1 and settings.filters:
-            self.logits, self.first_token = gather_shards(self.logits, self.tp_group), 0
+            self.logits = gather_shards(self.logits, self.tp_group)
+            self.first_token = 0
         self.tokens = slice(self.first_token, self.first_token + self.logits.shape[1])
         # The mask is never predicted: a position filled with it would never count as
         # filled.
@@ -332,7 +333,8 @@ class _Chunk:
     ) -> TokenStatistics:
         """Predictions of the rows: of the best token, or with ``classes``, of all rows
         that are predicted, the best token of each row's class."""
-        mask_column, num_logprobs = self.mask_column, wanted.num_logprobs
+        mask_column = self.mask_column
+        num_logprobs = wanted.num_logprobs
         with_entropy = "entropy" in wanted.measures
         with_margin = "margin" in wanted.measures
         unchanged = measured = (

@@ -173,7 +173,8 @@ class WarmUp:
         """Run requests on pages from the pool's first on, to their end or for
         ``most_steps``.
         """
-        runner, method = self.runner, self.runner.options.method
+        runner = self.runner
+        method = self.runner.options.method
         output = DiffusionSchedulerOutput.make_empty()
         assert isinstance(output, DiffusionSchedulerOutput)
         draw = torch.Generator().manual_seed(spec.layout.canvas_length)

@@ -313,7 +313,8 @@ class DiffusionScheduler(SchedulerInterface):
             with self._failing_alone(state, output):
                 # A part of a long prompt takes what the others leave, and one that was
                 # left out a block at least.
-                block_length, room = state.spec.layout.block_length, rows.left
+                block_length = state.spec.layout.block_length
+                room = rows.left
                 if plan.max_rows > 2 * block_length:
                     room = max(rows.left - due, block_length)
                 plan = self._fitted(plan, state.spec, room)

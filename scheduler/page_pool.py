@@ -52,7 +52,8 @@ class PagePool:
         """``num_pages`` counts vLLM's null block, which is never handed out.
         ``hash_block_size``: tokens per hash of vLLM's, and per page if requests share
         pages."""
-        self.hash_block_size, self.shares = hash_block_size, shares
+        self.hash_block_size = hash_block_size
+        self.shares = shares
         self._blocks = BlockPool(
             num_pages, enable_caching=shares, hash_block_size=hash_block_size
         )
@@ -129,7 +130,8 @@ class PagePool:
         for good.
         """
         before = self.num_keyed[request_id]
-        after, size = before + len(keys), self._blocks.hash_block_size
+        after = before + len(keys)
+        size = self._blocks.hash_block_size
         # All that ``BlockPool`` reads of a request.
         request = cast(
             Request, SimpleNamespace(block_hashes=[BlockHash(b"")] * before + [*keys])

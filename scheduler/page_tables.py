@@ -158,7 +158,8 @@ class PageTables:
 
     def take_prefix_stats(self) -> PrefixCacheStats:
         """Take the counts since the last call."""
-        taken, self.prefix_stats = self.prefix_stats, PrefixCacheStats()
+        taken = self.prefix_stats
+        self.prefix_stats = PrefixCacheStats()
         return taken
 
     def _new_keys(self, state: RequestState, num_tokens: int) -> list[BlockHash]:
@@ -191,9 +192,11 @@ def what_is_kept(
     method = f"cache_method={options.cache_method!r} {cache_options}".strip()
     if not options.uses_pages:
         return f"{method}: every step computes the whole canvas, no pages are kept"
-    page_size, num_layers = geometry.page_size, geometry.num_layers
+    page_size = geometry.page_size
+    num_layers = geometry.num_layers
     num_tokens = pages.num_pages // num_layers * page_size
-    page, pool = readable_size(page_bytes), readable_size(pages.num_pages * page_bytes)
+    page = readable_size(page_bytes)
+    pool = readable_size(pages.num_pages * page_bytes)
     return (
         f"{method}: {pages.num_pages:,} pages of {page_size} tokens of one "
         f"layer ({page} each, together {pool}) retain {num_tokens:,} tokens of "

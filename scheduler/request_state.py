@@ -108,7 +108,8 @@ class RequestState:
         """Append tokens to the request, of which only the last may end it; sets the
         status when it is done.
         """
-        request, params = self.request, self.request.sampling_params
+        request = self.request
+        params = self.request.sampling_params
         assert params is not None
         request.append_output_token_ids(tokens)
         if tokens[-1] in self.spec.ends.tokens:
@@ -131,7 +132,8 @@ class RequestState:
         self, tokens: list[int], report: StepReport, shown: dict[str, Any]
     ) -> EngineCoreOutput:
         request = self.request
-        prefill_stats, request.prefill_stats = request.prefill_stats, None
+        prefill_stats = request.prefill_stats
+        request.prefill_stats = None
         details = {
             "trace": self.progress.trace,
             "decision": report.decision or {},

@@ -98,10 +98,8 @@ def paged_case(
     ``retained[r][h]`` tokens of KV head h. Slots without a token hold NaN. ``packed``:
     a range of slots for each head; else token-major, with gaps."""
     heads, kv_heads, dim, *_, page_size = draw.sizes
-    num_slots, head_len = (
-        page_size * kv_heads,
-        torch.tensor(retained, dtype=torch.int32),
-    )
+    num_slots = page_size * kv_heads
+    head_len = torch.tensor(retained, dtype=torch.int32)
     head_start = (
         head_len.cumsum(1) - head_len
         if packed
@@ -161,10 +159,8 @@ def attend_to_pages(draw: Draw, packed: bool) -> Results:
             [n - packed * head % 7 * 5 for head in range(draw.sizes.num_kv_heads)]
             for n in retained
         ]
-        case, some = (
-            paged_case(draw, rows, lengths, packed),
-            draw.integers(0, max(retained) + 99, sum(rows)).int(),
-        )
+        case = paged_case(draw, rows, lengths, packed)
+        some = draw.integers(0, max(retained) + 99, sum(rows)).int()
         for attend_fresh, limits in itertools.product((True, False), (None, some)):
             lse = torch.empty(
                 case[0].shape[:2], dtype=torch.float32, device=draw.device
@@ -252,7 +248,8 @@ def use_features(draw: Draw) -> Results:
     )
     hidden, *parts = draw.normal(4, ROWS, draw.sizes.hidden_size)
     places = draw.integers(-ROWS, ROWS, ROWS).clamp(min=-1)
-    slots, computed = draw.slots(rows, ROWS), pages.ComputedRows(*parts)
+    slots = draw.slots(rows, ROWS)
+    computed = pages.ComputedRows(*parts)
     pages.add_or_renew_features(hidden, rows, slots, places, computed)
     return [rows, hidden]
 

@@ -118,10 +118,8 @@ def answer_checks(device: str) -> Iterator[Check]:
 
 def _compare_answers(method: str, **settings: Any) -> tuple[float, float]:
     """The number of answers that differ; none may."""
-    found, stored = (
-        answers_of(method, **settings),
-        json.loads(ANSWERS.read_text())[method],
-    )
+    found = answers_of(method, **settings)
+    stored = json.loads(ANSWERS.read_text())[method]
     return sum(answer != right for answer, right in zip(found, stored, strict=True)), 0
 
 
@@ -141,10 +139,11 @@ def answers_of(method: str, **settings: Any) -> list[list[Any]]:
         if settings.get("cuda_graphs") and not all(llm.collective_rpc("records_steps")):
             raise ValueError("steps could not be recorded; the engine's log says why")
         same: dict[str, Any] = {"gen_length": 24, "block_length": 8, "ignore_eos": True}
-        params, prompts = (
-            [DiffusionParams(**same), DiffusionParams(temperature=0.7, seed=1, **same)],
-            [],
-        )
+        params = [
+            DiffusionParams(**same),
+            DiffusionParams(temperature=0.7, seed=1, **same),
+        ]
+        prompts = []
         for length, seed in ((50, 2), (20, 0)):
             draw = random.Random(seed)
             prompts.append(
@@ -174,10 +173,8 @@ def outcome_of(name: str, case: str, run: Run) -> dict[str, Any]:
     try:
         error, bound = run()
     except Exception as raised:
-        reason, trace = (
-            f"{type(raised).__name__}: {one_line(raised)}",
-            "".join(traceback.format_exception(raised)),
-        )
+        reason = f"{type(raised).__name__}: {one_line(raised)}"
+        trace = "".join(traceback.format_exception(raised))
     found = {
         "name": name,
         "case": case,

@@ -50,10 +50,8 @@ def run(args: argparse.Namespace) -> int:
     from vllm.sampling_params import RequestOutputKind
 
     on_terminal = sys.stdout.isatty()
-    params.output_kind, params.stream_granularity = (
-        RequestOutputKind.CUMULATIVE,
-        "step" if on_terminal else None,
-    )
+    params.output_kind = RequestOutputKind.CUMULATIVE
+    params.stream_granularity = "step" if on_terminal else None
     if on_terminal:
         with suppress(ImportError):
             import readline  # noqa: F401  input() edits lines and remembers them once it is loaded

@@ -218,15 +218,11 @@ def add_comparison_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.paper_table is not None:
         asked = paper_table(args.paper_table)
-        args.paper, args.paper_task, args.tasks = (
-            asked["paper"],
-            asked["benchmarks"],
-            None,
-        )
-        args.methods, args.unmasking_rules = (
-            args.methods or asked["methods"],
-            args.unmasking_rules or asked["rules"],
-        )
+        args.paper = asked["paper"]
+        args.paper_task = asked["benchmarks"]
+        args.tasks = None
+        args.methods = args.methods or asked["methods"]
+        args.unmasking_rules = args.unmasking_rules or asked["rules"]
     plot = plot_beside(args.output)
     tasks = tasks_of(args)
     wanted = combinations(args, args.batch)

@@ -13,7 +13,8 @@ from dllm_engine.vllm_hooks.release import check_release
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage, parser.allow_abbrev = "dllm lm-eval [arguments of `lm_eval`]", False
+    parser.usage = "dllm lm-eval [arguments of `lm_eval`]"
+    parser.allow_abbrev = False
     parser.set_defaults(passes_on_unknown=True)
 
 

@@ -51,10 +51,8 @@ def run(args: argparse.Namespace) -> int:
 
 def describe() -> dict[str, Any]:
     """Everything an engine can be asked for, from the registries that check it."""
-    schemas, policies = (
-        RequestOptions.model_json_schema()["properties"],
-        UNMASKING_POLICIES.values(),
-    )
+    schemas = RequestOptions.model_json_schema()["properties"]
+    policies = UNMASKING_POLICIES.values()
     rules = {}
     for name in PARALLEL_OPTIONS:
         value = next(kind for kind in schemas[name]["anyOf"] if kind["type"] != "null")
@@ -81,7 +79,8 @@ def as_tables(supported: dict[str, Any]) -> str:
     """The output of ``describe``, one table per kind. What another package adds has
     the package behind its name.
     """
-    families, packages = supported["families"], supported["packages"]
+    families = supported["families"]
+    packages = supported["packages"]
 
     def named(name: str, group: EntryPointGroup) -> str:
         package = packages[group.group][name]

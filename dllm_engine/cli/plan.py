@@ -74,10 +74,8 @@ def as_text(s: Sizing) -> str:
     each cache method.
     """
     weights = "" if s.quantization is None else f" with {s.quantization} weights"
-    canvas, gpus = (
-        s.prompt + s.response,
-        f"{s.tensor_parallel_size} GPU{'s' * (s.tensor_parallel_size > 1)}",
-    )
+    canvas = s.prompt + s.response
+    gpus = f"{s.tensor_parallel_size} GPU{'s' * (s.tensor_parallel_size > 1)}"
     tokens = f"prompt {s.prompt} + response {s.response} = {canvas} tokens"
     taken = (
         s.weight_bytes
@@ -144,7 +142,8 @@ def as_text(s: Sizing) -> str:
 
 
 def _method_row(demand: RequestDemand, canvas: int, *, chosen: bool) -> tuple[str, ...]:
-    name, pages = demand.cache_method + " *" * chosen, f"{demand.pages:,}"
+    name = demand.cache_method + " *" * chosen
+    pages = f"{demand.pages:,}"
     if not demand.requests:
         return (name, "–", pages if demand.pages else "–", "–", "–", "0", demand.limit)
     sizes = (

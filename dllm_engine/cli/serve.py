@@ -42,10 +42,10 @@ names `steps` is not given the threshold. The length itself is vLLM's to set: --
 
 def add_arguments(parser: CommandParser) -> None:
     parser.expand = expand_config
-    parser.usage, parser.allow_abbrev = (
-        "dllm serve MODEL [options of this command] [options of `vllm serve`]",
-        False,
+    parser.usage = (
+        "dllm serve MODEL [options of this command] [options of `vllm serve`]"
     )
+    parser.allow_abbrev = False
     parser.set_defaults(passes_on_unknown=True)
     add_model(parser)
     add_cache_arguments(parser)

@@ -58,10 +58,8 @@ def joined(first: Automaton, second: Automaton) -> Automaton:
     before = ~first.accepting
     num_before = int(before.sum())
     names = np.append(np.where(before, np.cumsum(before) - 1, num_before), -1)
-    led, second_led = (
-        names[tables[0][before][:, kinds - 1]],
-        tables[1][:, second_kinds - 1],
-    )
+    led = names[tables[0][before][:, kinds - 1]]
+    second_led = tables[1][:, second_kinds - 1]
     return Automaton(
         np.where(used, np.cumsum(used) - 1, -1)[pair_of].astype(np.int32),
         np.concatenate(
@@ -87,10 +85,8 @@ def distances(
     Edge i leads from ``sources[i]`` to ``targets[i]``; each is followed once.
     """
     order = np.argsort(sources, kind="stable")
-    targets, bounds = (
-        targets[order],
-        np.searchsorted(sources[order], np.arange(len(begins) + 1)),
-    )
+    targets = targets[order]
+    bounds = np.searchsorted(sources[order], np.arange(len(begins) + 1))
     distance = np.where(begins, 0, FAR)
     count, latest = 0, np.flatnonzero(begins)
     while latest.size:

@@ -46,7 +46,8 @@ class Transitions:
         """``[num_pairs]``: the set of classes."""
         self.num_sets = len(firsts)
         is_first = np.isin(pair_of, firsts)
-        self.classes, self.sets = classes[is_first], self.set_of[pair_of[is_first]]
+        self.classes = classes[is_first]
+        self.sets = self.set_of[pair_of[is_first]]
         """Classes of all sets, and the set of each."""
 
 
@@ -94,7 +95,8 @@ class Constraint:
     @cached_property
     def marker_length(self) -> int:
         """Fewest tokens that end reasoning."""
-        sources, targets = self.transitions.sources, self.transitions.targets
+        sources = self.transitions.sources
+        targets = self.transitions.targets
         return int(
             distances(sources, targets, np.arange(self.num_states) == 0)[
                 self.num_reasoning
@@ -167,7 +169,8 @@ class Constraint:
         """The states from which a token leads to one of ``accepted``, which are the
         bytes of bool ``[num_states]``; not ``may_end``: a token that is no end token.
         """
-        sources, targets = self.transitions.sources, self.transitions.targets
+        sources = self.transitions.sources
+        targets = self.transitions.targets
         # Only end tokens lead to the last state.
         leads = np.frombuffer(accepted, bool)[targets] & (
             may_end | (targets < self.num_states - 1)

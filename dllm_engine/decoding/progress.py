@@ -146,12 +146,10 @@ class Progress:
         ):
             return False
         if self.step:
-            self.before, self.steps_before, self.step, self.post_steps = (
-                self.running,
-                self.step,
-                0,
-                0,
-            )
+            self.before = self.running
+            self.steps_before = self.step
+            self.step = 0
+            self.post_steps = 0
         first = self.leftmost
         self.masked = [
             *self.masked[first - self.running.first :],

@@ -222,11 +222,9 @@ def unmask_quota(
     without a cache if there are several blocks), or with several running blocks as
     well.
     """
-    window, step, span = (
-        spec.layout.span_of(progress.running),
-        progress.step,
-        progress.span,
-    )
+    window = spec.layout.span_of(progress.running)
+    step = progress.step
+    span = progress.span
     begins_masked = step == 0 and not spec.layout.is_given(window.start)
     quota = UnmaskQuota(window, progress.num_masked, 1.0)
     quota.first_needed = window_alone and spec.layout.shifts_logits and begins_masked
@@ -237,10 +235,8 @@ def unmask_quota(
     if begins_with_seed(spec, progress):
         seed = Span(window.start, window.start + 1)
         return UnmaskQuota(seed, 1, 1.0, seeds=True)
-    quota.parallel, quota.least = (
-        spec.unmasking.parallel,
-        spec.schedule.tokens_per_step or 0,
-    )
+    quota.parallel = spec.unmasking.parallel
+    quota.least = spec.schedule.tokens_per_step or 0
     if spec.schedule.block_add_threshold is not None:
         quota.guaranteed = spec.layout.block_span(progress.leftmost)
         return quota

@@ -57,7 +57,8 @@ class Workload(Task):
         """
         from dllm_engine.params import DiffusionParams
 
-        config, rng = llm.model_config.hf_config, random.Random(self.seed)
+        config = llm.model_config.hf_config
+        rng = random.Random(self.seed)
         tokens = [
             token
             for token in range(llm.model_config.get_vocab_size())

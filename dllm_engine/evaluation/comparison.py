@@ -224,10 +224,8 @@ class Comparison(AbstractContextManager["Comparison"]):
                 if task.name.endswith((".yaml", ".jsonl"))
                 else task.name
             )
-            engine, decoding = (
-                task.engine_of(combination),
-                task.decoding_of(combination),
-            )
+            engine = task.engine_of(combination)
+            decoding = task.decoding_of(combination)
             row = Row(
                 combination.method,
                 combination.unmasking,
@@ -325,9 +323,11 @@ class Comparison(AbstractContextManager["Comparison"]):
         task = self._tasks[row.key]
         if self._llm is None or self._arguments != row.engine:
             self.stop()
-            self._llm, self._arguments = self._load(row.engine), row.engine
+            self._llm = self._load(row.engine)
+            self._arguments = row.engine
         engine = MeasuredEngine(self._llm, row.key)
-        row.result, row.cost = task.score(engine, row.decoding), engine.cost
+        row.result = task.score(engine, row.decoding)
+        row.cost = engine.cost
         self.save()
 
 

@@ -18,7 +18,8 @@ from dllm_engine import __version__
 def provenance() -> dict[str, Any]:
     """Machine, versions, threads and date, for a file of figures."""
     current_platform.import_kernels()
-    has_gpu, processor = torch.cuda.is_available(), platform.machine()
+    has_gpu = torch.cuda.is_available()
+    processor = platform.machine()
     if has_gpu:
         processor = torch.cuda.get_device_name()
     elif name := re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()):

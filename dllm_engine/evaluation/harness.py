@@ -139,7 +139,8 @@ def headline(
     """(metric, score, standard error) of a task or a group: the group's own if it has
     one, else the mean over its tasks, weighted by examples. ``metric``: lm_eval's
     ``metric,filter``; None: its first one."""
-    groups, examples = results.get("groups") or {}, results["n-samples"]
+    groups = results.get("groups") or {}
+    examples = results["n-samples"]
     entries = (
         {name: groups[name]}
         if name in groups

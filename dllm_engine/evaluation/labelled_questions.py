@@ -156,7 +156,8 @@ class QuestionTask(Task):
             raise ValueError(
                 f"{min(unused)}: a question is answered in one pass; leave it out"
             )
-        asking, tokenizer = engine.llm.asking, engine.llm.get_tokenizer()
+        asking = engine.llm.asking
+        tokenizer = engine.llm.get_tokenizer()
         rows, requests = [], []
         for each in self.questions:
             rows.append(asking.rows(each.messages, [each.question], False))

@@ -220,10 +220,8 @@ class DiffusionLM(TemplateLM):
         """The prompt, shortened where ``max_prompt_tokens`` says so; raises
         ``ValueError`` if it does not fit.
         """
-        kept, limit = (
-            self.settings.max_prompt_tokens,
-            self.llm.model_config.max_model_len,
-        )
+        kept = self.settings.max_prompt_tokens
+        limit = self.llm.model_config.max_model_len
         if kept is not None and len(prompt) > kept:
             prompt = prompt[: kept // 2] + prompt[kept // 2 - kept :]
         if len(prompt) + response_length > limit:

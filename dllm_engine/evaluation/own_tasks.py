@@ -80,7 +80,8 @@ class OwnTasks(Task):
                 "a prompt is a list of messages, but the model has no chat template; "
                 "give text"
             )
-        tokenizer, params = engine.llm.get_tokenizer(), DiffusionParams(**decoding)
+        tokenizer = engine.llm.get_tokenizer()
+        params = DiffusionParams(**decoding)
         answers, _ = engine.complete(
             [(prompt_tokens(task.prompt, tokenizer), params) for task in self.tasks]
         )
@@ -199,10 +200,8 @@ class DecisionTask(Task):
         from dllm_engine.decisions.requests import decision_params, schema_of
         from dllm_engine.params import DiffusionParams
 
-        tokenizer, config = (
-            engine.llm.get_tokenizer(),
-            engine.llm.llm_engine.vllm_config,
-        )
+        tokenizer = engine.llm.get_tokenizer()
+        config = engine.llm.llm_engine.vllm_config
         passes = decoding.get("passes")
         others = {
             name: value
@@ -259,7 +258,8 @@ def demo_questions(count: int, seed: int, *, as_json: bool) -> list[Question]:
     """``count`` questions from each recall task, in JSON, which the demo model has
     never seen, or as it answers.
     """
-    statement, questions = re.compile(r"(\w+)(=| lives in )(\w+)"), []
+    statement = re.compile(r"(\w+)(=| lives in )(\w+)")
+    questions = []
     for task in RECALL_TASKS:
         for example in make_examples(task, count, seed):
             said, asked = (

@@ -111,10 +111,8 @@ def harness_task(
     row: dict[str, Any], model: str, *, is_base: bool, add_bos_token: bool | None = None
 ) -> HarnessTask:
     """The task of a row for a checkpoint."""
-    length, name = (
-        row["gen_length"],
-        row.get("base_task", row["task"]) if is_base else row["task"],
-    )
+    length = row["gen_length"]
+    name = row.get("base_task", row["task"]) if is_base else row["task"]
     lengths = {
         "gen_length": length,
         "block_length": row.get("block_length", length),

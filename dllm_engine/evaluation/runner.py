@@ -145,11 +145,13 @@ def complete_requests(
             if pool is not None:
                 most_pages = max(most_pages, pool.num_allocated)
             for output in outputs:
-                index, completion = int(output.request_id), output.outputs[0]
+                index = int(output.request_id)
+                completion = output.outputs[0]
                 first_blocks.setdefault(index, now)
                 if not output.finished:
                     continue
-                figures, tokens = completion.diffusion, completion.token_ids
+                figures = completion.diffusion
+                tokens = completion.token_ids
                 if figures.error:
                     raise ValueError(f"the engine ended a request: {figures.error}")
                 completions[index] = completion
@@ -176,10 +178,8 @@ def complete_requests(
         if (
             pages := runner_of(llm).rank.pages
         ) is not None:  # not every cache method has pages
-            cost.page_bytes, reserved = (
-                most_pages * pages.memory[0].nbytes,
-                pages.memory.nbytes,
-            )
+            cost.page_bytes = most_pages * pages.memory[0].nbytes
+            reserved = pages.memory.nbytes
         cost.memory_bytes = (
             torch.cuda.max_memory_allocated() - reserved + cost.page_bytes
             if has_gpu

@@ -65,10 +65,8 @@ def add_route(app: Any, options: EngineOptions, family: ModelFamily) -> None:
     attributes = "".join(
         f' data-{name}="{value}"' for name, value in known.items() if value
     )
-    html, headers = (
-        page().replace('<html lang="en"', f'<html lang="en"{attributes}', 1),
-        page_headers(),
-    )
+    html = page().replace('<html lang="en"', f'<html lang="en"{attributes}', 1)
+    headers = page_headers()
 
     async def playground() -> HTMLResponse:
         return HTMLResponse(html, headers=headers)

@@ -216,7 +216,8 @@ def count_request() -> None:
 def take_counts() -> dict[str, float]:
     """Counts of this process since the last call, by name of the metric."""
     with _cache.lock:
-        counts, _cache.counts = _cache.counts, dict.fromkeys(COUNTS, 0.0)
+        counts = _cache.counts
+        _cache.counts = dict.fromkeys(COUNTS, 0.0)
     return counts
 
 

@@ -113,11 +113,9 @@ class BuildInput:
 
 def build(wanted: BuildInput) -> Automaton:
     """Raises ``ValueError`` with the reason why there is no automaton."""
-    grammar, vocabulary, max_states = (
-        wanted.grammar,
-        wanted.vocabulary,
-        wanted.max_states,
-    )
+    grammar = wanted.grammar
+    vocabulary = wanted.vocabulary
+    max_states = wanted.max_states
     try:
         if grammar.kind == "reasoning":
             return compiler.reasoning_automaton(

@@ -325,10 +325,8 @@ def reasoning_automaton(
     ended = int(np.flatnonzero(free.accepting)[0])
     if end_token is not None:
         table = np.where(table == ended, -1, table)
-    begins, ends = (
-        np.where(np.arange(len(table)) == 0, 0, -1),
-        np.where(free.accepting, -1, ended),
-    )
+    begins = np.where(np.arange(len(table)) == 0, 0, -1)
+    ends = np.where(free.accepting, -1, ended)
     if any_token:
         class_of[class_of < 0] = table.shape[1]
         table = np.column_stack([table, np.where(free.accepting, -1, 0)])

@@ -216,7 +216,8 @@ class _Reader:
         return {"number" if kind == "integer" else kind for kind in types or _BY_TYPE}
 
     def _object(self, schema: dict[str, Any], path: str) -> Expression:
-        fields, required = schema.get("properties", {}), schema.get("required", [])
+        fields = schema.get("properties", {})
+        required = schema.get("required", [])
         more = schema.get("additionalProperties", True)
         if missing := [name for name in required if name not in fields]:
             raise ValueError(f"{path}/required: {missing[0]!r} is not in properties")
@@ -233,7 +234,8 @@ class _Reader:
         return self.style.object(read, required)
 
     def _array(self, schema: dict[str, Any], path: str) -> Expression:
-        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        least = schema.get("minItems", 0)
+        most = schema.get("maxItems")
         if items := schema.get("prefixItems"):
             if least > len(items) or (most is not None and most < len(items)):
                 raise ValueError(
@@ -268,11 +270,9 @@ class _Reader:
                 f"{path}: {told[1]!r} beside {told[0]!r} is not supported; write it "
                 f"into a pattern"
             )
-        value, here, is_pattern = (
-            schema[told[0]],
-            f"{path}/{told[0]}",
-            told == ["pattern"],
-        )
+        value = schema[told[0]]
+        here = f"{path}/{told[0]}"
+        is_pattern = told == ["pattern"]
         if not is_pattern and value not in _FORMATS:
             raise ValueError(f"{here}: {value!r} is none of {', '.join(_FORMATS)}")
         try:

@@ -309,10 +309,8 @@ def constrained(
     """
     if not has_grammar(params):
         return params
-    structured, arguments = (
-        params.structured_outputs,
-        arguments_in(params).within(length),
-    )
+    structured = params.structured_outputs
+    arguments = arguments_in(params).within(length)
     grammars = {} if structured is None else {CONSTRAINT: grammar_of(structured)}
     if arguments.budget is not None:
         _check_budget(arguments.budget, structured, tokenizer, vllm_config)

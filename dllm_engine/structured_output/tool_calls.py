@@ -117,11 +117,13 @@ def serve_tool_calls(args: Namespace, model_config: ModelConfig) -> None:
             "taking it",
             described,
         )
-        args.tool_call_parser, args.enable_auto_tool_choice = described, True
+        args.tool_call_parser = described
+        args.enable_auto_tool_choice = True
     if args.enable_auto_tool_choice:
         parser = ToolParserManager.get_tool_parser(args.tool_call_parser)
     else:
-        args.tool_call_parser, args.enable_auto_tool_choice = "json_schema", True
+        args.tool_call_parser = "json_schema"
+        args.enable_auto_tool_choice = True
         model = shlex.quote(_name_for_clients(args.model))
         command = (
             f"dllm serve {model} --enable-auto-tool-choice --tool-call-parser "

@@ -50,12 +50,11 @@ class ForwardSize(NamedTuple):
         cls, batch: StepBatch, layer_pass: PagedPass | DensePass
     ) -> "ForwardSize | None":
         """The smallest graph for a pass; None: launching takes less time."""
-        num_requests, num_rows, longest = (
-            len(batch.sizes),
-            batch.bounds[-1],
-            max(batch.sizes),
-        )
-        rows, limited = padded(num_rows), batch.limits is not None
+        num_requests = len(batch.sizes)
+        num_rows = batch.bounds[-1]
+        longest = max(batch.sizes)
+        rows = padded(num_rows)
+        limited = batch.limits is not None
         if rows is None or not worth_padding(num_rows, rows):
             return None
         plain = PagedPass if isinstance(layer_pass, PagedPass) else DensePass
@@ -64,20 +63,16 @@ class ForwardSize(NamedTuple):
             return None
         reads = writes = overwrites = False
         if isinstance(layer_pass, PagedPass):
-            reads, writes = (
-                layer_pass.rows.num_paged_rows > 0,
-                layer_pass.row_slots is not None,
-            )
+            reads = layer_pass.rows.num_paged_rows > 0
+            writes = layer_pass.row_slots is not None
             overwrites = writes and reads and not layer_pass.attend_fresh
         if rows > HOST_BOUND_ROWS and (writes or not reads):
             # Launching it takes no longer, and the slots of so many rows take tens of
             # MiB.
             return None
         if not reads:
-            num_requests, longest = (
-                num_requests + (rows > num_rows),
-                max(longest, most_padding(rows)),
-            )
+            num_requests = num_requests + (rows > num_rows)
+            longest = max(longest, most_padding(rows))
         adds = writes and not overwrites
         return cls(
             padded_requests(num_requests),
@@ -102,11 +97,9 @@ class ForwardGraph:
 
     def __init__(self, rank: Rank, record: Record, size: ForwardSize) -> None:
         model, store, pages = rank.model, rank.store, rank.pages
-        num_requests, num_rows, device = (
-            size.num_requests,
-            size.num_rows,
-            store.tokens.device,
-        )
+        num_requests = size.num_requests
+        num_rows = size.num_rows
+        device = store.tokens.device
         self.places = torch.full((num_rows,), SPARE, device=device)
         self.positions = torch.zeros_like(self.places)
         self.limits = (
@@ -180,7 +173,8 @@ class ForwardGraph:
         return int(bounds[-1])
 
     def _take(self, batch: StepBatch, layer_pass: PagedPass | DensePass) -> None:
-        num_rows, num_requests = batch.bounds[-1], len(batch.plans)
+        num_rows = batch.bounds[-1]
+        num_requests = len(batch.plans)
         self.places[:num_rows] = batch.places
         self.positions[:num_rows] = batch.positions
         bounds = batch.bounds + [num_rows] * (

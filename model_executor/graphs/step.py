@@ -87,7 +87,8 @@ class FillingGraph:
 
     def fill_up(self) -> None:
         """Take in the numbers of a made-up batch. The store must be empty."""
-        table, request_numbers = self.inputs.table, self.inputs.numbers
+        table = self.inputs.table
+        request_numbers = self.inputs.numbers
         numbers = torch.arange(table.shape[1], device=table.device)
         requests = (numbers // self.inputs.width).clamp(
             max=request_numbers.table.shape[1] - 1
@@ -124,7 +125,8 @@ class FillingGraph:
         """``hidden`` covers all rows of the batch. The statistics last until the next
         replay of any graph.
         """
-        num_candidates, own = group.positions.numel(), self.inputs
+        num_candidates = group.positions.numel()
+        own = self.inputs
         if self.holds is not group:
             own.table[:, :num_candidates] = group.table
             own.table[:, num_candidates:] = self.filler
@@ -243,15 +245,11 @@ class StepGraphs:
         """``fill`` of a group, whose rows are among those of ``hidden``; None: launch
         it. The statistics last until the next replay."""
         specs = [group.batch.canvases[index].spec for index in group.members]
-        num_candidates, delayed = (
-            group.positions.numel(),
-            sum(spec.layout.gen_length for spec in specs if spec.ends.delay_eos),
-        )
-        rows, width, positions = (
-            padded(num_candidates),
-            padded(group.width),
-            padded(delayed),
-        )
+        num_candidates = group.positions.numel()
+        delayed = sum(spec.layout.gen_length for spec in specs if spec.ends.delay_eos)
+        rows = padded(num_candidates)
+        width = padded(group.width)
+        positions = padded(delayed)
         if (
             rows is None
             or width is None

@@ -176,14 +176,6 @@ def read_object(path: Path) -> dict[str, Any]:
     return values
 
 
-def check_number(path: Path, name: str, value: object) -> None:
-    """Raise ``ValueError`` naming a key of a file whose value is neither null nor a
-    finite number.
-    """
-    if value is not None and not is_finite_number(value):
-        raise ValueError(f"{path}: {name}={shortened(value)} must be a finite number")
-
-
 def check_safetensors(model: str) -> dict[str, StoredTensor]:
     """The tensors in the model folder ``model``, by name; none for a name that vLLM has
     to download. Raises ``ValueError`` naming a folder without weights, or a damaged

@@ -11,50 +11,60 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 from safetensors import SafetensorError, safe_open
 from vllm.config import VllmConfig
 
 from dllm_engine.model_executor.loading.files import (
     FLOAT_TYPES,
     check_content,
-    check_number,
     check_safetensors,
     read_object,
 )
 from dllm_engine.model_executor.loading.module_patterns import ModulePatterns
-from dllm_engine.text import shortened
+from dllm_engine.text import explain, shortened
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
 _REFUSED = (
-    *(
-        "alora_invocation_tokens",
-        "fan_in_fan_out",
-        "layer_replication",
-        "lora_bias",
-        "megatron_config",
-    ),
-    *(
-        "modules_to_save",
-        "target_parameters",
-        "trainable_token_indices",
-        "use_dora",
-        "use_qalora",
-    ),
+    "alora_invocation_tokens",
+    "fan_in_fan_out",
+    "layer_replication",
+    "lora_bias",
+    "megatron_config",
+    "modules_to_save",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_dora",
+    "use_qalora",
 )
 """Keys of PEFT's config that mean more than W + scale · B A."""
-_INITIAL_WEIGHTS = (True, False, None, "gaussian", "orthogonal", "eva")
-"""Values of ``init_lora_weights`` with which the checkpoint's own weights stay as they
-are.
-"""
-_DEFAULT_RANK = 8
-"""PEFT's own, of a config without ``r``."""
 _LOAD_FORMATS = ("auto", "hf", "safetensors")
 """Formats that an adapter can be merged into."""
 MERGE = "merge the adapter into the checkpoint with PEFT's merge_and_unload()"
+
+
+class _AdapterConfig(BaseModel):
+    """PEFT's config, as far as W + scale · B A needs it."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    peft_type: Literal["LORA"]
+    r: PositiveInt = 8
+    lora_alpha: float
+    rank_pattern: dict[str, PositiveInt] | None = None
+    alpha_pattern: dict[str, float] | None = None
+    use_rslora: bool = False
+    """Scale by alpha / √r (rsLoRA) instead of alpha / r."""
+    bias: Literal["none"] = "none"
+    init_lora_weights: Literal[True, False, "gaussian", "orthogonal", "eva"] | None = (
+        None
+    )
+    """Those with which the checkpoint's own weights stay as they are."""
 
 
 class LoraAdapter:
@@ -123,7 +133,7 @@ class LoraAdapter:
         if whole:
             self.check(names)
 
-    def _read_scales(self, config: dict[str, Any]) -> dict[str, float]:
+    def _read_scales(self, config: _AdapterConfig) -> dict[str, float]:
         path = self.folder / WEIGHTS
         ranks: dict[str, dict[str, int]] = {"A": {}, "B": {}}
         try:
@@ -174,28 +184,23 @@ class LoraAdapter:
 class _Scales:
     """PEFT's factors of updates, as a config states them."""
 
-    def __init__(self, path: Path, config: dict[str, Any]) -> None:
+    def __init__(self, path: Path, config: _AdapterConfig) -> None:
         self.path = path
-        self.rank = config.get("r", _DEFAULT_RANK)
-        self.alpha = config["lora_alpha"]
-        self.uses_root = config.get("use_rslora", False)
-        """True for alpha / √r (rsLoRA) instead of alpha / r."""
-        self.ranks, self.alphas = (
-            ModulePatterns(path, name, config.get(name))
-            for name in ("rank_pattern", "alpha_pattern")
-        )
+        self.config = config
+        self.ranks = ModulePatterns(path, "rank_pattern", config.rank_pattern)
+        self.alphas = ModulePatterns(path, "alpha_pattern", config.alpha_pattern)
 
     def scale(self, module: str, rank: int) -> float:
         """The factor of the update of a module, whose tensors have this rank."""
-        stated = self.ranks.value_for(module, self.rank)
+        stated = self.ranks.value_for(module, self.config.r)
         if rank != stated:
             raise ValueError(
                 f"{self.path} states the rank {stated} for {shortened(module)}, whose "
                 f"tensors in {WEIGHTS} have the rank {rank}; copy both files of one "
                 f"adapter"
             )
-        alpha: float = self.alphas.value_for(module, self.alpha)
-        scale = alpha / (math.sqrt(rank) if self.uses_root else rank)
+        alpha: float = self.alphas.value_for(module, self.config.lora_alpha)
+        scale = alpha / (math.sqrt(rank) if self.config.use_rslora else rank)
         if abs(scale) > torch.finfo(torch.float32).max:
             raise ValueError(
                 f"{self.path}: lora_alpha={shortened(alpha)} of {shortened(module)} is "
@@ -208,11 +213,10 @@ def check_adapter(folder: str, vllm_config: VllmConfig) -> None:
     """Raise ``ValueError`` where the LoRA adapter in ``folder`` cannot become part of
     an engine's weights.
     """
-    adapter, where = LoraAdapter(folder), f"lora_path={folder!r}"
-    load_format, model_config = (
-        vllm_config.load_config.load_format,
-        vllm_config.model_config,
-    )
+    adapter = LoraAdapter(folder)
+    where = f"lora_path={folder!r}"
+    load_format = vllm_config.load_config.load_format
+    model_config = vllm_config.model_config
     if load_format not in _LOAD_FORMATS:
         raise ValueError(
             f"{where}: load_format={load_format!r} adds no adapter; use "
@@ -235,63 +239,19 @@ def check_adapter(folder: str, vllm_config: VllmConfig) -> None:
         adapter.check(names)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    """Content of PEFT's config; raises ``ValueError`` naming a key that means more than
-    W + scale · B A.
+def _read_config(path: Path) -> _AdapterConfig:
+    """PEFT's config; raises ``ValueError`` naming a key that means more than W + scale ·
+    B A.
     """
-    config = read_object(path)
-    if config.get("peft_type") != "LORA":
-        raise ValueError(
-            f"{path}: peft_type={shortened(config.get('peft_type'))} is not supported; "
-            f"only 'LORA' is"
-        )
-    if type(alpha := config.get("lora_alpha")) not in (int, float):
-        raise ValueError(f"{path}: lora_alpha={shortened(alpha)} must be a number")
-    check_number(path, "lora_alpha", alpha)
-    _check_rank(path, "r", config.get("r", _DEFAULT_RANK))
-    for pattern in ("alpha_pattern", "rank_pattern"):
-        _check_pattern(path, pattern, config.get(pattern))
-    if not isinstance(config.get("use_rslora", False), bool):
-        raise ValueError(
-            f"{path}: use_rslora={shortened(config['use_rslora'])} must be true or "
-            f"false"
-        )
+    stated = read_object(path)
     for name in _REFUSED:
-        if config.get(name):
+        if stated.get(name):
             raise ValueError(
-                f"{path}: {name}={shortened(config[name])} is not supported; {MERGE}"
+                f"{path}: {name}={shortened(stated[name])} is not supported; {MERGE}"
             )
-    if config.get("bias", "none") != "none":
+    try:
+        return _AdapterConfig.model_validate(stated)
+    except ValidationError as error:
         raise ValueError(
-            f"{path}: bias={shortened(config['bias'])} is not supported; {MERGE}"
-        )
-    if (initial := config.get("init_lora_weights")) not in _INITIAL_WEIGHTS:
-        raise ValueError(
-            f"{path}: init_lora_weights={shortened(initial)} changes the checkpoint's "
-            f"own weights; {MERGE}"
-        )
-    return config
-
-
-def _check_rank(path: Path, name: str, rank: object) -> None:
-    if type(rank) is not int or rank < 1:
-        raise ValueError(
-            f"{path}: {name}={shortened(rank)} must be an integer of at least 1"
-        )
-
-
-def _check_pattern(path: Path, name: str, patterns: object) -> None:
-    """Raise ``ValueError`` unless ``patterns`` are numbers by the ends of module names,
-    or null.
-    """
-    if patterns is None:
-        return
-    if not isinstance(patterns, dict):
-        raise ValueError(f"{path}: {name}={shortened(patterns)} must be an object")
-    for key, value in patterns.items():
-        where = f"{name}[{shortened(key)}]"
-        if name == "rank_pattern":
-            _check_rank(path, where, value)
-        elif value is None:
-            raise ValueError(f"{path}: {where}=null must be a number")
-        check_number(path, where, value)
+            f"{path}: {explain(error, '')}; save the adapter again, or {MERGE}"
+        ) from None

@@ -55,11 +55,9 @@ def fill_parameters(
     of them, unless it takes parts. Returns the names of those filled; raises
     ``ValueError`` naming a tensor that is unknown, missing (vLLM looks for norms alone)
     or of a wrong shape."""
-    parameters, model_name, in_layer = (
-        dict(model.named_parameters()),
-        type(model).__name__,
-        _modules_in_layer(model),
-    )
+    parameters = dict(model.named_parameters())
+    model_name = type(model).__name__
+    in_layer = _modules_in_layer(model)
     filled: set[tuple[str, Shard]] = set()
     tied: list[torch.Tensor] = []
     """The embedding and the head of a model in which they are one."""
@@ -104,7 +102,8 @@ def fill_parameters(
         try:
             loader(parameter, tensor, *part)
         except (AssertionError, RuntimeError) as error:
-            shape, reason = list(tensor.shape), " ".join(str(error).split())
+            shape = list(tensor.shape)
+            reason = " ".join(str(error).split())
             raise TensorError(
                 tensor_name, f"of shape {shape} does not fit {name}: {cut(reason)}"
             ) from error

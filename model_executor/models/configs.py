@@ -178,13 +178,15 @@ class Config(PretrainedConfig):
 
     def _told_by_tokenizer(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The id of the mask, where the folder's tokenizer names it."""
-        mask, folder = self.schema.family.mask_token, values.get("name_or_path")
+        mask = self.schema.family.mask_token
+        folder = values.get("name_or_path")
         token = token_id(folder, mask) if mask is not None and folder else None
         return {} if token is None else {"mask_token_id": token}
 
     def _of_schema(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The values that the schema reads, or refuses."""
-        fields, others = self.schema.model_fields, {*_KEPT_KEYS, *_LEFT_OUT_KEYS}
+        fields = self.schema.model_fields
+        others = {*_KEPT_KEYS, *_LEFT_OUT_KEYS}
         return {
             name: value
             for name, value in values.items()

@@ -45,7 +45,8 @@ class Norm(RMSNorm):
         result takes the memory of ``added``."""
         # Without weights vLLM keeps ones, which `sleep(level=2)` discards for good:
         # they are never read.
-        weight, eps = self.weight if self.has_weight else None, self.variance_epsilon
+        weight = self.weight if self.has_weight else None
+        eps = self.variance_epsilon
         fits = x.dtype == self.weight.dtype and x.is_contiguous()
         if added is not None:
             if self.sum_kernel is not None and fits and added.is_contiguous():

@@ -35,7 +35,8 @@ def decide(
         group.members, asked, logprobs, strict=True
     ):
         try:
-            positions, wide = group.columns[2, rows], of_request.astype(np.float64)
+            positions = group.columns[2, rows]
+            wide = of_request.astype(np.float64)
             parts.append(_commit(index, canvases[index], positions, wide))
         except Exception as error:
             request_id = group.batch.request_ids[index]
@@ -51,13 +52,12 @@ def _commit(
         return np.stack(
             [np.full_like(positions, value) for value in (index, 0, 0, NOT_FINITE)]
         )
-    decision, start = canvas.decision, canvas.spec.layout.prompt_length
+    decision = canvas.decision
+    start = canvas.spec.layout.prompt_length
     assert decision is not None
     in_response = positions < canvas.spec.layout.response_span.stop
-    places, with_logprobs = (
-        (positions[in_response] - start).tolist(),
-        canvas.logprobs is not None,
-    )
+    places = (positions[in_response] - start).tolist()
+    with_logprobs = canvas.logprobs is not None
     committed, options = decision.commit(
         places, logprobs[in_response], with_logprobs=with_logprobs
     )

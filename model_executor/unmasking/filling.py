@@ -83,7 +83,8 @@ def outcomes_of(
     columns, *answers = on_host([torch.cat(parts, dim=1), *asked])
     stop = 0
     for outcome, step_parts in zip(outcomes, filled, strict=True):
-        start, stop = stop, stop + sum(part.shape[1] for part in step_parts)
+        start = stop
+        stop = stop + sum(part.shape[1] for part in step_parts)
         flags = columns[3, start:stop]
         for request, position, token in columns[:3, start:stop][
             :, flags & CHOSEN > 0
@@ -287,7 +288,8 @@ def fill(
     masked, tokens = store.masked[places], store.tokens[places]
     counters = None
     if work.draws_positions or work.settings.temperature > 0:
-        seeds, forwards = numbers[Number.SEED], numbers[Number.FORWARD]
+        seeds = numbers[Number.SEED]
+        forwards = numbers[Number.FORWARD]
         counters = Counters(seeds[requests], forwards[requests], positions)
     if edits:
         surer_than = numbers[Number.EDITED].float()[requests]

@@ -38,7 +38,8 @@ def with_biases(
     their tokens are in it; float32 where there are any."""
     if not biased:
         return shard
-    logits, first_token = shard[0].to(torch.float32, copy=True), shard[1]
+    logits = shard[0].to(torch.float32, copy=True)
+    first_token = shard[1]
     for rows, bias in biased:
         tokens, numbers = bias.columns
         inside = (tokens >= first_token) & (tokens < first_token + logits.shape[1])
@@ -101,7 +102,8 @@ def best_of_class(
     ``scores`` and ``class_of`` as of ``class_maxima``. Where the class is −1: of all
     tokens but ``forbidden_token``, which is a column, or −1 for none.
     """
-    allowed, is_open = class_of == classes[:, None], classes < 0
+    allowed = class_of == classes[:, None]
+    is_open = classes < 0
     if is_open.any():
         allowed |= is_open[:, None]
         if forbidden_token >= 0:

@@ -14,7 +14,8 @@ def end_with_parent() -> None:
     """End this process soon after the one that started it, which may have ended before
     this call.
     """
-    started_by, parent = multiprocessing.parent_process(), os.getppid()
+    started_by = multiprocessing.parent_process()
+    parent = os.getppid()
 
     def watch() -> None:
         # What was forked later keeps the first of the two alive, as one that ended

@@ -29,10 +29,8 @@ class RayCPUExecutor(RayExecutorV2):
     def _init_executor(self) -> None:
         CpuPlatform.ray_device_key = "CPU"
         # The inherited method names its actor class in its body.
-        stock, ray_executor_v2.RayWorkerProc = (
-            ray_executor_v2.RayWorkerProc,
-            RayCPUWorkerProc,
-        )
+        stock = ray_executor_v2.RayWorkerProc
+        ray_executor_v2.RayWorkerProc = RayCPUWorkerProc
         try:
             super()._init_executor()
         finally:

@@ -16,11 +16,9 @@ from tests.support.plans import resolved, spec_of
 
 PROMPT, RESPONSE, BLOCK = 40, 16, 8
 CANVAS = PROMPT + RESPONSE
-ATTENTION, MLP, EXPERTS = (
-    ("qkv_proj", "out_proj"),
-    ("mlp.gate_up_proj", "mlp.down_proj"),
-    ("mlp",),
-)
+ATTENTION = ("qkv_proj", "out_proj")
+MLP = ("mlp.gate_up_proj", "mlp.down_proj")
+EXPERTS = ("mlp",)
 
 
 def plan_of(method: str, step: int, **cache_options):
@@ -73,11 +71,9 @@ def test_where_attention_goes_by_blocks_keys_are_a_mean_over_the_rows():
 def test_a_floor_runs_each_linear_layer_once_on_all_rows(
     engines, request, family, monkeypatch
 ):
-    model, rows_of, names = (
-        runner_of(engines(request.getfixturevalue(f"tiny_{family}"))).model,
-        Counter(),
-        [],
-    )
+    model = runner_of(engines(request.getfixturevalue(f"tiny_{family}"))).model
+    rows_of = Counter()
+    names = []
     for i, layer in enumerate(model.layers):
         for part in (
             *ATTENTION,
@@ -177,7 +173,8 @@ def test_time_in_the_model_is_part_of_a_dispatch(engines, tiny_llada, method):
     with inner.watching():
         start = time.perf_counter()
         llm.llm_engine.step()
-        seconds, times = time.perf_counter() - start, inner.take()
+        seconds = time.perf_counter() - start
+        times = inner.take()
         assert inner.take().model == 0
     assert times.model > 0
     assert times.statistics > 0

@@ -62,18 +62,9 @@ def measured(monkeypatch):
 
 def test_a_run_prints_a_table_and_writes_figures(loaded, tmp_path, capsys):
     output = tmp_path / "result.json"
-    small = [
-        "--batch",
-        "1,2",
-        "--prompt",
-        "32",
-        "--response",
-        "16",
-        "--repeats",
-        "1",
-        "--output",
-        str(output),
-    ]
+    small = (
+        f"--batch 1,2 --prompt 32 --response 16 --repeats 1 --output {output}"
+    ).split()
     rules = ("one", "threshold=0.9")
     assert (
         main(
@@ -114,7 +105,8 @@ def test_a_run_prints_a_table_and_writes_figures(loaded, tmp_path, capsys):
     by_name = {
         (row["method"], row["unmasking"], row["task"]): row for row in report["rows"]
     }
-    none, dual = by_name["none", "one", "1 × 32"], by_name["dual", "one", "1 × 32"]
+    none = by_name["none", "one", "1 × 32"]
+    dual = by_name["dual", "one", "1 × 32"]
     assert none["cost"]["forward_passes"] == dual["cost"]["forward_passes"]
     assert dual["cost"]["tokens_computed"] < none["cost"]["tokens_computed"]
     assert dual["cost"]["page_bytes"] > none["cost"]["page_bytes"] == 0
@@ -151,16 +143,9 @@ def test_arguments_go_before_the_preset_and_the_defaults(measured):
     ) == (64, 8)
     # vLLM's names, and a block diffusion model whose last block goes on behind the
     # response.
-    asked = [
-        "--model",
-        "llada2-mini/16",
-        "--batch-size",
-        "2",
-        "--input_len",
-        "60",
-        "--output-len",
-        "20",
-    ]
+    asked = (
+        "--model llada2-mini/16 --batch-size 2 --input_len 60 --output-len 20"
+    ).split()
     combinations, workloads = measured(*asked)
     methods = [combination.method for combination in combinations]
     assert methods == ["block", "focus", "none"]

@@ -39,7 +39,7 @@ def test_the_file_alone_names_model_and_options(arguments):
         "8\nport: 8001\nmax_model_len: 2k\n"
     )
     assert words[:4] == DEMO
-    assert words[6:] == ["--port", "8001", "--max-model-len", "2k"]
+    assert words[6:] == "--port 8001 --max-model-len 2k".split()
     assert ours_in(words) == {
         "cache_method": "sparse",
         "cache_options": {"update_delay": 0, "retention_ratio": 0.25},
@@ -74,7 +74,7 @@ def test_the_command_line_goes_before_the_file(arguments):
         text, "demo", "--port", "8002", "--cache-method", "dual", "--factor", "1.5"
     )
     assert words[:4] == DEMO
-    assert words[6:] == ["--port", "8001", "--port", "8002"]  # the last one counts
+    assert words[6:] == "--port 8001 --port 8002".split()  # the last one counts
     assert ours_in(words) == {
         "cache_method": "dual",
         "request_defaults": {"factor": 1.5},
@@ -134,7 +134,7 @@ def test_errors_name_the_file_and_the_key(arguments, capsys, text, message):
     ("words", "message"),
     [
         (["--config"], "--config names no file"),
-        (["--config", "a.yaml", "--config=b.yaml"], "--config is given 2 times"),
+        ("--config a.yaml --config=b.yaml".split(), "--config is given 2 times"),
         (["--config", "missing.yaml"], "--config missing.yaml cannot be read: "),
         (["--config=a.json"], "--config a.json: give a YAML file"),
     ],

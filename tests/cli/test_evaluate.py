@@ -56,17 +56,9 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
     started, tmp_path, monkeypatch, capsys
 ):
     output = tmp_path / "table.json"
-    arguments = [
-        "eval",
-        "--tasks",
-        "copy",
-        "--count",
-        "5",
-        "--methods",
-        "none,dual",
-        "--output",
-        str(output),
-    ]
+    arguments = (
+        f"eval --tasks copy --count 5 --methods none,dual --output {output}"
+    ).split()
     measure = Comparison._measure
 
     def interrupted(comparison, row):
@@ -116,12 +108,7 @@ def test_methods_have_options_and_rules_have_guides():
 
 
 def test_a_table_without_a_row_is_an_error(started, capsys):
-    assert (
-        main(
-            ["eval", "--tasks", "chat", "--count", "1", "--unmasking-rules", "steps=99"]
-        )
-        == 2
-    )
+    assert main("eval --tasks chat --count 1 --unmasking-rules steps=99".split()) == 2
     assert "steps=99 is out of range" in capsys.readouterr().err
 
 
@@ -137,16 +124,10 @@ def test_an_engine_that_does_not_start_is_tried_once_and_leaves_the_others(
         return demo
 
     monkeypatch.setattr(evaluate, "load", load)
-    asked = [
-        "--tasks",
-        "chat",
-        "--count",
-        "1",
-        "--unmasking-rules",
-        "one,steps=16",
-        "--methods",
-        "sparse,dual,none",
-    ]
+    asked = (
+        "--tasks chat --count 1 --unmasking-rules one,steps=16 "
+        "--methods sparse,dual,none"
+    ).split()
     assert main(["eval", *asked]) == 1
     assert tried == ["sparse", "dual", "none"]
     printed = capsys.readouterr()
@@ -163,7 +144,7 @@ def test_tasks_of_ones_own_are_matched_as_asked(started, tmp_path, capsys):
         '{"prompt": "Copy: Rome Ida", "answer": "Ida", "x": 1}\n{"prompt": "Copy: Rome '
         'Tom", "answer": "Rome Tom"}\n'
     )
-    asked = ["eval", "--tasks", str(file), "--gen-length", "16"]
+    asked = f"eval --tasks {file} --gen-length 16".split()
     assert main(asked) == 0
     assert (row := rows_of(capsys)[0])["TASK"] == "mine"
     assert (row["METRIC"], row["SCORE"], row["±"]) == ("exact", "0.5000", "0.3536")
@@ -177,19 +158,20 @@ def test_tasks_of_ones_own_are_matched_as_asked(started, tmp_path, capsys):
     )
     assert f"has results of another {file}" in capsys.readouterr().err
     (other := tmp_path / "names.jsonl").write_bytes(file.read_bytes())
-    assert main(["eval", "--tasks", f"names,{other}"]) == 2
+    assert main(f"eval --tasks names,{other}".split()) == 2
     assert "two tasks have the name 'names'" in capsys.readouterr().err
 
 
 def test_an_engine_that_fails_is_replaced_for_the_rows_behind(
     started, demo, monkeypatch, capsys
 ):
-    step, failures = demo.llm_engine.step, [RuntimeError("out of memory")]
+    step = demo.llm_engine.step
+    failures = [RuntimeError("out of memory")]
     monkeypatch.setattr(
         demo.llm_engine,
         "step",
         lambda: step() if not failures else (_ for _ in ()).throw(failures.pop()),
     )
-    assert main(["eval", "--tasks", "chat,copy", "--count", "1"]) == 1
+    assert main("eval --tasks chat,copy --count 1".split()) == 1
     assert "cannot be measured: none one chat: out of memory" in capsys.readouterr().err
     assert len(started) == 2

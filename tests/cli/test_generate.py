@@ -25,7 +25,7 @@ def write_input(tmp_path, *lines):
         line if isinstance(line, str) else json.dumps(line) for line in lines
     )
     (tmp_path / "in.jsonl").write_text(text)
-    return ["--input", "in.jsonl", "--output", "out.jsonl"]
+    return "--input in.jsonl --output out.jsonl".split()
 
 
 def read_output(tmp_path):
@@ -80,7 +80,7 @@ def test_an_answer_matches_what_was_asked_for(
     [
         (["--json-schema", "none.json"], "no JSON object and no file of one"),
         (["--json-schema", "list.json"], "holds a list, not an object"),
-        (["--regex", "a", "--choice", "a,b"], "not allowed with argument"),
+        ("--regex a --choice a,b".split(), "not allowed with argument"),
     ],
 )
 def test_what_asks_for_nothing_is_refused(run, tmp_path, capsys, arguments, message):

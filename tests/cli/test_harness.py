@@ -14,7 +14,7 @@ from tests.cli.test_evaluate import rows_of
 
 NAMES = "examples/lm_eval/names.yaml"
 FACTS = "examples/lm_eval/facts.yaml"
-QUICK = ["--count", "3", "--mc-num", "4"]
+QUICK = "--count 3 --mc-num 4".split()
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,7 @@ def test_missing_data_are_named_before_an_engine_starts(
         .replace("examples/lm_eval/names.jsonl", f"{tmp_path}/lost.jsonl")
     )
     task.write_text(text, encoding="utf-8")
-    assert main(["eval", "--lm-eval", str(task)]) == 2
+    assert main(f"eval --lm-eval {task}".split()) == 2
     assert "Its data must be at hand" in capsys.readouterr().err
     for setting in (
         "huggingface_hub.constants.HF_HUB_OFFLINE",
@@ -78,7 +78,7 @@ def test_missing_data_are_named_before_an_engine_starts(
     ):
         monkeypatch.setattr(setting, True)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
-    assert main(["eval", "--paper-task", "gsm8k"]) == 2
+    assert main("eval --paper-task gsm8k".split()) == 2
     (message,) = (
         line
         for line in capsys.readouterr().err.splitlines()
@@ -144,10 +144,8 @@ def test_a_paper_has_other_lengths_with_a_guide():
         "freecache/table-7",
     )
     args.paper, args.paper_task = "freecache", "hellaswag"
-    args.methods, args.unmasking_rules = (
-        "freecache",
-        "one,guided=demo+guide_top_k=1,tokens_per_step=2",
-    )
+    args.methods = "freecache"
+    args.unmasking_rules = "one,guided=demo+guide_top_k=1,tokens_per_step=2"
     tasks: list[Any] = evaluate.tasks_of(args)
     (task,) = tasks
     assert (Path(task.name).name, task.num_fewshot) == ("hellaswag_chat.yaml", 5)

@@ -22,92 +22,76 @@ from dllm_engine.families import FAMILIES
 from dllm_engine.request_options.unmasking import PARALLEL_OPTIONS
 from dllm_engine.text import one_line
 
-PLAN, SERVE = ["plan", "GSAI-ML/LLaDA-8B-Instruct"], ["serve", "demo", "--port", "0"]
+PLAN = "plan GSAI-ML/LLaDA-8B-Instruct"
+SERVE = "serve demo --port 0"
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
+    ("line", "message"),
     [
-        (["generate"], "give either a PROMPT or --input FILE"),
-        (["generate", "--input", "in.jsonl"], "--input and --output go together"),
-        (["serve", "/no/such/folder"], "model folder /no/such/folder does not exist"),
+        ("generate", "give either a PROMPT or --input FILE"),
+        ("generate --input in.jsonl", "--input and --output go together"),
+        ("serve /no/such/folder", "model folder /no/such/folder does not exist"),
+        ("generate --input /no/such/file --output o", "/no/such/file: No such file"),
         (
-            ["generate", "--input", "/no/such/file", "--output", "o"],
-            "/no/such/file: No such file",
-        ),
-        (
-            ["eval", "--unmasking-rules", "one,two"],
+            "eval --unmasking-rules one,two",
             "rule 'two' is unknown; give one, guided=MODEL or one of",
         ),
         (
-            ["eval", "--unmasking-rules", 'slow_fast={"span_steps":2,"span_window":0}'],
+            'eval --unmasking-rules slow_fast={"span_steps":2,"span_window":0}',
             "slow_fast option span_window=0",
         ),
-        ([*SERVE, "--cache-method", "magic"], "unknown cache method"),
-        ([*SERVE, "--threshold", "1.5"], "request default threshold=1.5"),
-        ([*SERVE, "--block-length", "0"], "request default block_length=0"),
-        (
-            [*SERVE, "--cache-method", "sparse", "--retention-ratio", "2"],
-            "retention_ratio=2",
-        ),
-        ([*SERVE, "--additional-config", '{"dllm": {"x": 1}}'], "'x'=1"),
-        ([*SERVE, "--additional-config", '{"dllm": 1}'], "must be a JSON object"),
+        (f"{SERVE} --cache-method magic", "unknown cache method"),
+        (f"{SERVE} --threshold 1.5", "request default threshold=1.5"),
+        (f"{SERVE} --block-length 0", "request default block_length=0"),
+        (f"{SERVE} --cache-method sparse --retention-ratio 2", "retention_ratio=2"),
+        (f'{SERVE} --additional-config={{"dllm":{{"x":1}}}}', "'x'=1"),
+        (f'{SERVE} --additional-config={{"dllm":1}}', "must be a JSON object"),
         (PLAN, "--gpu-memory is missing"),
         (
-            [*PLAN, "--gpu-memory=80 horses"],
-            "gpu_memory='80 horses': could not interpret byte unit: horses",
+            f"{PLAN} --gpu-memory=80horses",
+            "gpu_memory='80horses': could not interpret byte unit: horses",
         ),
-        ([*PLAN, "--gpu-memory=24"], "24 bytes; give the unit too, as in 24GiB"),
+        (f"{PLAN} --gpu-memory=24", "24 bytes; give the unit too, as in 24GiB"),
         (
-            [*PLAN, "--gpu-memory=80GiB", "--gpu-memory-utilization=1.1"],
+            f"{PLAN} --gpu-memory=80GiB --gpu-memory-utilization=1.1",
             "gpu_memory_utilization=1.1: Input should be",
         ),
-        (["bench", "--model", "llada-8b/3"], "divided by one of"),
+        ("bench --model llada-8b/3", "divided by one of"),
         (
-            ["bench", "--response", "4", "--block-length", "8"],
+            "bench --response 4 --block-length 8",
             "--block-length 8 is out of range: 1 … 4",
         ),
-        (["bench", "--prompt", "4000"], "2048 positions"),
+        ("bench --prompt 4000", "2048 positions"),
+        ("eval --tasks nowhere.jsonl", "nowhere.jsonl: No such file or directory"),
+        ("eval --lm-eval nothing.yaml", "knows no task 'nothing.yaml'"),
+        ("eval --output table.txt", "give the file the ending .json"),
+        ("eval --methods dual:refresh", "write its options as dual:NAME=VALUE"),
         (
-            ["eval", "--tasks", "nowhere.jsonl"],
-            "nowhere.jsonl: No such file or directory",
-        ),
-        (["eval", "--lm-eval", "nothing.yaml"], "knows no task 'nothing.yaml'"),
-        (["eval", "--output", "table.txt"], "give the file the ending .json"),
-        (["eval", "--methods", "dual:refresh"], "write its options as dual:NAME=VALUE"),
-        (
-            ["eval", "--paper-table", "sparse-dllm/table-9"],
+            "eval --paper-table sparse-dllm/table-9",
             "table 'sparse-dllm/table-9' is unknown",
         ),
         (
-            ["eval", "--paper-table", "maskkv/table-6"],
+            "eval --paper-table maskkv/table-6",
             "table-6 is not made by this command: it has only settings",
         ),
         (
-            ["tune", "some/model"],
+            "tune some/model",
             "nothing says what some/model is to answer; give --tasks FILE",
         ),
-        (["tune", "demo", "--loss", "-1"], "--loss -1 is out of range"),
-        (["tune", "demo", "--budget", "0"], "--budget 0 is out of range"),
+        ("tune demo --loss -1", "--loss -1 is out of range"),
+        ("tune demo --budget 0", "--budget 0 is out of range"),
         (
-            [
-                "tune",
-                "demo",
-                "--unmasking-rules",
-                "threshold=0.9+block_add_threshold=0.5",
-            ],
+            "tune demo --unmasking-rules threshold=0.9+block_add_threshold=0.5",
             "as NAME=VALUE alone",
         ),
-        (["tune", "demo", "--unmasking-rules", "slow_fast={}"], "without slow_fast"),
-        (
-            ["tune", "demo", "--output", "nowhere/tune.json"],
-            "there is no folder nowhere",
-        ),
-        (["tune", "demo", "--tasks", "names,keys"], "leave out keys"),
+        ("tune demo --unmasking-rules slow_fast={}", "without slow_fast"),
+        ("tune demo --output nowhere/tune.json", "there is no folder nowhere"),
+        ("tune demo --tasks names,keys", "leave out keys"),
     ],
 )
 def test_errors_are_one_line_and_exit_status_2(
-    argv, message, capsys, tmp_path, monkeypatch
+    line, message, capsys, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     for command in (evaluate, tune):
@@ -115,7 +99,7 @@ def test_errors_are_one_line_and_exit_status_2(
     monkeypatch.setattr(
         "vllm.entrypoints.cli.main.main", lambda: pytest.fail("started")
     )
-    assert main(argv) == 2
+    assert main(line.split()) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("dllm: error: ")
@@ -177,7 +161,7 @@ def test_every_name_with_a_slip_is_told_the_closest(capsys, command):
 
 
 def test_traceback_is_shown_on_request(monkeypatch):
-    argv = ["eval", "--tasks", "poems"]
+    argv = "eval --tasks poems".split()
     with pytest.raises(ValueError, match="poems"):
         main(["--traceback", *argv])
     monkeypatch.setenv("DLLM_TRACEBACK", "1")
@@ -189,7 +173,7 @@ def test_traceback_is_shown_on_request(monkeypatch):
 
 def test_a_missing_vllm_is_named(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    assert main(["serve", "demo", "--port", "0"]) == 2
+    assert main("serve demo --port 0".split()) == 2
     assert "vLLM is not installed" in capsys.readouterr().err
 
 
@@ -214,23 +198,19 @@ def test_demo_path_is_printed_alone(capsys):
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        *[
-            ("0.5", 0.5),
-            ("[0, 1]", [0, 1]),
-            ("true", True),
-            ("random", "random"),
-            ("a=b", "a=b"),
-            ("", ""),
-            ("7", 7),
-        ],
-        *[
-            ("8k", 8000),
-            ("8K", 8192),
-            ("25.6k", 25600),
-            ("1.5K", 1536),
-            ("2m", 2_000_000),
-            ("8kk", "8kk"),
-        ],
+        ("0.5", 0.5),
+        ("[0, 1]", [0, 1]),
+        ("true", True),
+        ("random", "random"),
+        ("a=b", "a=b"),
+        ("", ""),
+        ("7", 7),
+        ("8k", 8000),
+        ("8K", 8192),
+        ("25.6k", 25600),
+        ("1.5K", 1536),
+        ("2m", 2_000_000),
+        ("8kk", "8kk"),
     ],
 )
 def test_option_values_are_json_or_numbers_as_vllm_takes_them_or_text(text, value):

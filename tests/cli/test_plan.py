@@ -10,14 +10,9 @@ from dllm_engine.cli.main import main
 from dllm_engine.cli.serve import vllm_arguments
 from tests.support.plans import FULL_METHODS
 
-LLADA = [
-    "plan",
-    "GSAI-ML/LLaDA-8B-Instruct",
-    "--gpu-memory",
-    "80GiB",
-    "--cache-method",
-    "sparse",
-]
+LLADA = (
+    "plan GSAI-ML/LLaDA-8B-Instruct --gpu-memory 80GiB --cache-method sparse"
+).split()
 
 
 def planned(capsys, *argv):
@@ -38,17 +33,10 @@ def test_a_row_per_cache_method_the_chosen_one_first_and_the_same_in_json(capsys
 
 
 def test_a_block_model_is_planned_with_its_own_method_and_with_prompts_in_parts(capsys):
-    asked = [
-        "plan",
-        "JetLM/SDAR-8B-Chat",
-        "--prompt",
-        "16000",
-        "--response",
-        "4000",
-        "--json",
-        "--gpu-memory",
-        "80GiB",
-    ]
+    asked = (
+        "plan JetLM/SDAR-8B-Chat --prompt 16000 --response 4000 "
+        "--json --gpu-memory 80GiB"
+    ).split()
     own = json.loads(planned(capsys, *asked))
     assert (own["demand"]["cache_method"], own["max_num_batched_tokens"]) == (
         "block",
@@ -64,17 +52,10 @@ def test_a_block_model_is_planned_with_its_own_method_and_with_prompts_in_parts(
 
 
 def test_the_command_serves_with_the_plans_settings(capsys):
-    settings = [
-        "--page-size",
-        "16",
-        "--tensor-parallel-size",
-        "2",
-        "--dtype",
-        "half",
-        "--max-num-seqs",
-        "9",
-    ]
-    settings += ["--cache-option", "scope=prefix", "--block-length", "64", "--json"]
+    settings = (
+        "--page-size 16 --tensor-parallel-size 2 --dtype half --max-num-seqs 9"
+    ).split()
+    settings += "--cache-option scope=prefix --block-length 64 --json".split()
     command = json.loads(planned(capsys, *LLADA, *settings))["serve"]
     args, args.unknown = build_parser().parse_known_args(command[1:])
     _, *passed_on = vllm_arguments(args)
@@ -91,17 +72,9 @@ def test_the_command_serves_with_the_plans_settings(capsys):
 def test_a_quantized_copy_is_served_under_its_own_name_and_fp8_made_at_load_time(
     capsys,
 ):
-    asked = [
-        "plan",
-        "demo",
-        "--gpu-memory",
-        "4GiB",
-        "--prompt",
-        "64",
-        "--response",
-        "64",
-        "--quantization",
-    ]
+    asked = (
+        "plan demo --gpu-memory 4GiB --prompt 64 --response 64 --quantization"
+    ).split()
     fp8, int4 = (
         planned(capsys, *asked, name).splitlines()[-1] for name in ("fp8", "int4")
     )
@@ -111,18 +84,9 @@ def test_a_quantized_copy_is_served_under_its_own_name_and_fp8_made_at_load_time
 
 
 def test_a_guide_is_counted_and_served(capsys):
-    asked = [
-        "plan",
-        "demo",
-        "--gpu-memory",
-        "2GiB",
-        "--prompt",
-        "64",
-        "--response",
-        "64",
-        "--guide-model",
-        "demo",
-    ]
+    asked = (
+        "plan demo --gpu-memory 2GiB --prompt 64 --response 64 --guide-model demo"
+    ).split()
     assert "guide's weights" in planned(capsys, *asked)
     sizing = json.loads(planned(capsys, *asked, "--json"))
     assert sizing["demand"]["pages"] > 0

@@ -95,18 +95,9 @@ def test_bench_measures_one_engine_after_the_other(tmp_path):
         bench.random_engine = load_and_watch
         sys.exit(main(sys.argv[1:]))
     """
-    small = [
-        "--model",
-        "llada-8b/16",
-        "--methods",
-        "none,dual",
-        "--batch",
-        "2",
-        "--response",
-        "16",
-        "--repeats",
-        "1",
-    ]
+    small = (
+        "--model llada-8b/16 --methods none,dual --batch 2 --response 16 --repeats 1"
+    ).split()
     (tmp_path / "watched_dllm.py").write_text(program)
     command = [
         str(preloaded_programs() / "python"),

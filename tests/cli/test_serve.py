@@ -20,16 +20,9 @@ def additional_config(*argv):
 
 
 def test_vllms_options_are_passed_on():
-    options = [
-        "--port",
-        "8001",
-        "-tp",
-        "2",
-        "--enforce-eager",
-        "--max_model_len=128",
-        "--gen-x_y",
-        "a_b",
-    ]
+    options = (
+        "--port 8001 -tp 2 --enforce-eager --max_model_len=128 --gen-x_y a_b"
+    ).split()
     assert arguments("some/model", *options) == ["serve", "some/model", *options]
     ours = ["--additional-config", '{"dllm": {"trace": true}}']
     assert arguments("some/model", *options[:2], "--trace", *options[2:]) == [
@@ -72,17 +65,13 @@ STEPS_GIVEN = [
     ("argv", "expected"),
     [
         (
-            ["--no-cuda-graphs", "--refresh-ratio", "0.5"],
+            "--no-cuda-graphs --refresh-ratio 0.5".split(),
             {"cuda_graphs": False, "refresh_ratio": 0.5},
         ),
         (
-            [
-                "--cache_method",
-                "sparse",
-                "--cache-option",
-                "update_delay=0",
-                "--page_size=16",
-            ],
+            (
+                "--cache_method sparse --cache-option update_delay=0 --page_size=16"
+            ).split(),
             SPARSE | {"page_size": 16},
         ),
         # Cache options are added to those of the same method, and replace those of
@@ -112,16 +101,10 @@ STEPS_GIVEN = [
         ),
         # What requests get by default.
         (
-            [
-                "--block-length",
-                "1k",
-                "--unmasking",
-                "random",
-                "--threshold",
-                "0.9",
-                "--max-model-len",
-                "2k",
-            ],
+            (
+                "--block-length 1k --unmasking random --threshold 0.9 "
+                "--max-model-len 2k"
+            ).split(),
             {
                 "request_defaults": {
                     "block_length": 1000,
@@ -131,15 +114,9 @@ STEPS_GIVEN = [
             },
         ),
         (
-            [
-                "--guide-model",
-                "g",
-                "--no-guided",
-                "--guide-top-k",
-                "2",
-                "--guide-fallback",
-                "draft",
-            ],
+            (
+                "--guide-model g --no-guided --guide-top-k 2 --guide-fallback draft"
+            ).split(),
             {
                 "guide_model": "g",
                 "request_defaults": {

@@ -9,16 +9,7 @@ import pytest
 from dllm_engine.cli.main import main
 from dllm_engine.evaluation import tuning
 
-NARROW = [
-    "--methods",
-    "none",
-    "--unmasking-rules",
-    "threshold=0.9",
-    "--batch",
-    "2",
-    "--budget",
-    "1",
-]
+NARROW = ("--methods none --unmasking-rules threshold=0.9 --batch 2 --budget 1").split()
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +33,7 @@ def test_it_finds_something_faster_and_goes_on_from_its_file(started, tmp_path, 
         for line in printed.splitlines()
         if line.startswith("    dllm serve")
     )
-    assert line[:5] == ["dllm", "serve", "demo", "--cache-method", "none"]
+    assert line[:5] == "dllm serve demo --cache-method none".split()
     assert line[5:] == ["--threshold", "0.9"]
     assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
@@ -66,7 +57,8 @@ def test_it_finds_something_faster_and_goes_on_from_its_file(started, tmp_path, 
 
 
 def test_tasks_of_ones_own_may_be_messages(started, tmp_path, capsys):
-    file, output = tmp_path / "tasks.jsonl", tmp_path / "tune.json"
+    file = tmp_path / "tasks.jsonl"
+    output = tmp_path / "tune.json"
     right = '{"prompt": "Reverse: Rome Tom Oslo", "answer": "Oslo Tom Rome"}\n'
     message = (
         '{"prompt": [{"role": "user", "content": "Copy: Rome Tom"}], "answer": " Rome '
@@ -75,7 +67,7 @@ def test_tasks_of_ones_own_may_be_messages(started, tmp_path, capsys):
     file.write_text(
         right + message + '{"prompt": "Copy: Rome Ida", "answer": "never said"}\n'
     )
-    asked = ["--tasks", str(file), "--gen-length", "16", "--loss", "40"]
+    asked = f"--tasks {file} --gen-length 16 --loss 40".split()
     assert tuned(output, *asked) == 0
     written = json.loads(output.read_text())
     assert sorted(written["rows"][0]["result"]["details"]["scores"]) == [0, 1, 1]

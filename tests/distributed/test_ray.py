@@ -107,7 +107,7 @@ def test_lines_are_answered_as_by_one_process_and_once_though_a_replica_is_kille
         "--replicas",
         "2",
     ]
-    command += ["--lines", "8", "--gen-length", "32", "--block-length", "8"]
+    command += "--lines 8 --gen-length 32 --block-length 8".split()
     with log.open("wb") as stderr:
         process = Program(command, cwd=tmp_path, env=environment, stderr=stderr)
     try:
@@ -145,14 +145,7 @@ def test_lines_are_answered_as_by_one_process_and_once_though_a_replica_is_kille
 
 class RayServer(Server):
     def __init__(self, environment, log):
-        options = [
-            "--min-replicas",
-            "2",
-            "--max-replicas",
-            "2",
-            "--max-model-len",
-            "512",
-        ]
+        options = "--min-replicas 2 --max-replicas 2 --max-model-len 512".split()
         super().__init__(
             EXAMPLES / "ray_serve_app.py",
             "demo",

@@ -186,10 +186,8 @@ def test_two_ranks_compute_retain_and_unmask_what_one_does(
 
 def check_two_ranks(engines, checkpoint_of, case, backend="mp"):
     model, engine, rules, figures = CASES[case]
-    engine, checkpoint = (
-        {"page_size": 16, "max_model_len": 512} | engine,
-        checkpoint_of(model),
-    )
+    engine = {"page_size": 16, "max_model_len": 512} | engine
+    checkpoint = checkpoint_of(model)
     prompts = SHORT_PROMPTS
     if model in PROMPTS:
         prompts = [
@@ -267,7 +265,8 @@ def test_two_ranks_share_an_adapter(engines, tiny_llada, tmp_path):
     ]
     adapter = str(write_adapter(tmp_path, tiny_llada, modules))
     params = DiffusionParams(gen_length=16, block_length=8, ignore_eos=True)
-    llm, canvas = engines(tiny_llada, lora_path=adapter), [([5, 6, 7, 90, 149], [3, 4])]
+    llm = engines(tiny_llada, lora_path=adapter)
+    canvas = [([5, 6, 7, 90, 149], [3, 4])]
     alone, (likelihood,) = (
         generate(llm, [[5, 6, 7]], params),
         llm.masked_logprobs(canvas),

@@ -66,7 +66,8 @@ def test_compose_runs_a_server_and_gives_it_time_to_drain():
 def test_kubernetes_runs_a_server_and_gives_it_time_to_drain():
     documents = yaml.safe_load_all((DOCS / "deploy" / "kubernetes.yaml").read_text())
     specs = {document["kind"]: document["spec"] for document in documents}
-    pod, service = specs["Deployment"]["template"], specs["Service"]
+    pod = specs["Deployment"]["template"]
+    service = specs["Service"]
     (container,) = pod["spec"]["containers"]
     read = serve(container["args"])
     pause = int(container["lifecycle"]["preStop"]["exec"]["command"][-1])

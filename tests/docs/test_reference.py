@@ -1,56 +1,28 @@
-"""``docs/reference.md`` lists every option, and ``docs/papers.md`` every table of a
-paper, as the code has them.
-
-To write the tables anew: ``python -m tests.docs.test_reference``
+"""``docs/reference.md`` lists every option, ``docs/papers.md`` every table of a paper, and
+``docs/methods.md`` every name, as the code has them.
 """
 
 import inspect
 import re
-from pathlib import Path
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 import pytest
-from pydantic import BaseModel
+from option_tables import DOCS, INTERNAL, OTHERS, PAGES, written
 
 from dllm_engine.cache_methods import CACHE_METHODS
 from dllm_engine.cli.commands import build_parser
-from dllm_engine.cli.models import allowed
-from dllm_engine.decoding.spec import Guidance
-from dllm_engine.decoding.unmasking_policies import (
-    PARALLEL_RULES,
-    UNMASKING_POLICIES,
-    SlowFast,
-)
-from dllm_engine.evaluation.paper_tasks import PAPER_TABLES, PAPERS
-from dllm_engine.families import FAMILIES
+from dllm_engine.decoding.unmasking_policies import UNMASKING_POLICIES
 from dllm_engine.llm import LLM
 from dllm_engine.options import EngineOptions
-from dllm_engine.params import DiffusionParams
-from dllm_engine.request_options.fields import DEFAULTABLE_OPTIONS, RequestOptions
-from dllm_engine.request_options.sampling_params import DEFAULT_GEN_LENGTH
+from dllm_engine.request_options.fields import DEFAULTABLE_OPTIONS
 from dllm_engine.request_options.unmasking import PARALLEL_OPTIONS
-
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES = {DOCS / "reference.md": 5, DOCS / "papers.md": 1}
-"""Pages with their number of tables."""
-HEAD = ("| option | values | default | meaning |", "|---|---|---|---|")
-# Fields that the engine fills in itself.
-INTERNAL = {"guide_shape"}
-OTHERS = {name for name in PARALLEL_OPTIONS if name not in PARALLEL_RULES.own}
-"""Options that packages installed beside this one add; the pages do not list them."""
-NAMES = {
-    "unmasking": UNMASKING_POLICIES,
-    "cache_method": CACHE_METHODS.own,
-    "request_defaults": [name for name in DEFAULTABLE_OPTIONS if name not in OTHERS],
-}
-"""The names that an option of no particular type may have."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_tables_are_those_of_the_code(page):
     text = page.read_text(encoding="utf-8")
     assert text.count("<!-- table: ") == PAGES[page]
-    assert written(text) == text, "update it: python -m tests.docs.test_reference"
+    assert written(text) == text, "update it: python scripts/option_tables.py"
 
 
 def test_engine_options_can_be_given_as_the_page_says():
@@ -100,190 +72,3 @@ def test_methods_names_what_there_is():
         names = re.findall(r"^\| (\S+)", section[1], re.MULTILINE)
         # Behind the head of the table.
         assert sorted(names[1:]) == sorted(f"`{name}`" for name in registry), heading
-
-
-def written(page: str) -> str:
-    """A page with its tables made anew."""
-    tables = {
-        "request": request_table,
-        "slow_fast": slow_fast_table,
-        "engine": lambda: [*HEAD, *rows(EngineOptions)],
-    }
-    tables |= {
-        "cache": cache_tables,
-        "checkpoints": checkpoint_table,
-        "papers": paper_tables,
-    }
-    pattern = r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)"
-    return re.sub(
-        pattern,
-        lambda m: m[1] + "\n".join(tables[m[2]]()) + "\n" + m[3],
-        page,
-        flags=re.DOTALL,
-    )
-
-
-def request_table() -> list[str]:
-    family, guidance = FAMILIES.values(), Guidance()
-    defaults: dict[str, Any] = {
-        "gen_length": DEFAULT_GEN_LENGTH,
-        "block_length": ", ".join(
-            f"{f.name} {f.default_block_length or 'the whole response'}" for f in family
-        ),
-        "steps": "one per token",
-        "unmasking": ", ".join(f"{f.name} `{f.default_unmasking}`" for f in family),
-        "retention_ratio": "the engine's",
-        "guided": "True with a guide",
-        "speculation_length": guidance.speculation_length,
-        "guide_top_k": guidance.top_k,
-        "guide_threshold": "off" if guidance.threshold is None else guidance.threshold,
-        "guide_fallback": f'`"{guidance.fallback}"`',
-        "guide_correction": guidance.correction,
-        "stream_granularity": '`"block"`',
-        "top_p": DiffusionParams().top_p,
-        "top_k": DiffusionParams().top_k,
-    }
-    meaning = re.search(
-        r'gen_length: int \| None = None\n    """(.*?)"""',
-        inspect.getsource(DiffusionParams),
-        re.DOTALL,
-    )
-    schemas = {
-        "gen_length": {"type": "integer", "minimum": 1, "description": meaning[1]}
-    }
-    schemas |= RequestOptions.model_json_schema()["properties"]
-    assert all(
-        getattr(DiffusionParams(), name) is None
-        for name in schemas
-        if name not in ("top_p", "top_k")
-    )
-    return [
-        *HEAD,
-        *(
-            row(name, schema, defaults.get(name, "off"))
-            for name, schema in schemas.items()
-            if name not in OTHERS
-        ),
-    ]
-
-
-def slow_fast_table() -> list[str]:
-    schemas, others = (
-        SlowFast.model_json_schema()["properties"],
-        [f for f in FAMILIES.values() if f.slow_fast],
-    )
-
-    def default(name: str) -> str:
-        return ", ".join(
-            [
-                str(schemas[name]["default"]),
-                *(
-                    f"{f.name} {f.slow_fast[name]}"
-                    for f in others
-                    if name in f.slow_fast
-                ),
-            ]
-        )
-
-    return [
-        *HEAD,
-        *(row(name, schema, default(name)) for name, schema in schemas.items()),
-    ]
-
-
-def cache_tables() -> list[str]:
-    lines = []
-    for name in CACHE_METHODS.own:
-        method = CACHE_METHODS[name]
-        if method.options.model_fields:
-            lines += [f"### `{name}`", *HEAD, *rows(method.options), ""]
-    return lines[:-1]
-
-
-def checkpoint_table() -> list[str]:
-    """A row per released checkpoint, a column per cache method that has settings of its
-    own for some of them.
-    """
-    found = {
-        checkpoint: {
-            name: CACHE_METHODS[name].settings_for(checkpoint, family)[1]
-            for name in CACHE_METHODS.own
-        }
-        for family in FAMILIES.values()
-        for checkpoint in family.checkpoints
-    }
-    methods = [
-        method
-        for method in CACHE_METHODS.own
-        if any(settings[method] for settings in found.values())
-    ]
-    lines = [
-        f"| checkpoint | {' | '.join(f'`{method}`' for method in methods)} |",
-        "|---" * (len(methods) + 1) + "|",
-    ]
-    for checkpoint, settings in found.items():
-        if not any(settings.values()):
-            continue
-        cells = [
-            ", ".join(f"`{name}` {value}" for name, value in settings[method].items())
-            for method in methods
-        ]
-        lines.append(f"| {checkpoint} | {' | '.join(cells)} |")
-    return lines
-
-
-def paper_tables() -> list[str]:
-    lines = []
-    for paper, title in PAPERS.items():
-        lines += [
-            f"## {title}",
-            "| `--paper-table` | compares | models | missing, or not as in the paper |",
-            HEAD[1],
-        ]
-        for key, table in PAPER_TABLES.items():
-            if table["paper"] == paper:
-                name = (
-                    f"`{key}`"
-                    if table["benchmarks"]
-                    else table["name"].replace("-", " ").capitalize()
-                )
-                cells = (
-                    name,
-                    table["about"],
-                    table.get("models", "–"),
-                    table.get("without", "–"),
-                )
-                lines.append(f"| {' | '.join(cells)} |")
-        lines.append("")
-    return lines[:-1]
-
-
-def rows(options: type[BaseModel]) -> list[str]:
-    schemas = options.model_json_schema()["properties"]
-    return [
-        row(name, schema) for name, schema in schemas.items() if name not in INTERNAL
-    ]
-
-
-def row(name: str, schema: dict[str, Any], default: object = None) -> str:
-    """``default`` is shown as it is; None stands for that of the schema, which then may
-    allow None as a value.
-    """
-    values = (
-        ", ".join(f"`{value}`" for value in NAMES[name])
-        if name in NAMES
-        else allowed(schema)
-    )
-    if default is None:
-        default = f"`{schema['default']!r}`"
-    else:
-        values = values.removesuffix(" or None")
-    meaning = (
-        " ".join(schema["description"].split()).replace("``", "`").replace("|", "\\|")
-    )
-    return f"| `{name}` | {values} | {default} | {meaning} |"
-
-
-if __name__ == "__main__":
-    for page in PAGES:
-        page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")

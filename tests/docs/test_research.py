@@ -83,7 +83,8 @@ def test_the_method_that_keeps_everything_is_dual(
         assert_nothing_left(llm)
         return outputs
 
-    everything, dual = answers("key_norm", retention_ratio=1), answers("dual")
+    everything = answers("key_norm", retention_ratio=1)
+    dual = answers("dual")
     assert [each.token_ids for each in everything] == [each.token_ids for each in dual]
     short, long = answers("key_norm", retention_ratio=0.25)
     assert short.diffusion.refresh_states == ["update", *["reuse"] * 3] * 4
@@ -136,7 +137,7 @@ def test_the_page_goes_from_nothing_to_rows_of_a_comparison(printed):
 def test_a_server_takes_the_method_and_the_option(printed, environ, tmp_path):
     """In processes that vLLM starts, and through the option's flag."""
     program = Path(environ["VIRTUAL_ENV"], "bin", "dllm")
-    options = ["--cache-method", "key_norm", "--max-model-len", "512", "--trace"]
+    options = "--cache-method key_norm --max-model-len 512 --trace".split()
     server = Server(
         program,
         "serve",

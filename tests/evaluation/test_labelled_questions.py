@@ -117,7 +117,7 @@ def test_commands_score_and_calibrate(demo, tmp_path, monkeypatch, capsys):
     file = written(tmp_path / "questions.jsonl", *lines)
     output = tmp_path / "calibration.json"
     monkeypatch.setattr(calibrate, "load", lambda arguments: demo)
-    command = ["calibrate", "demo", "--questions", str(file), "--output", str(output)]
+    command = f"calibrate demo --questions {file} --output {output}".split()
     assert main(command) == 0
     printed = capsys.readouterr().out
     assert "CALIBRATION ERROR" in printed
@@ -127,7 +127,7 @@ def test_commands_score_and_calibrate(demo, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(evaluate, "load", lambda arguments: demo)
     scores = tmp_path / "scores.json"
     monkeypatch.setattr(demo.llm_engine.engine_core, "shutdown", lambda: None)
-    assert main(["eval", "--tasks", str(file), "--output", str(scores)]) == 0
+    assert main(f"eval --tasks {file} --output {scores}".split()) == 0
     (row,) = json.loads(scores.read_text())["rows"]
     assert row["result"]["score"] == pytest.approx(16 / 20)
     assert row["result"]["details"].keys() >= {"brier", "calibration_error"}

@@ -25,11 +25,9 @@ def ask(client):
 
 def test_they_are_the_bounds_that_python_computes(ask, demo):
     ids = demo.get_tokenizer().encode
-    prompt, answers, settings = (
-        ids(PROMPT),
-        [ids(answer) for answer in ANSWERS],
-        {"num_samples": 20, "seed": 3},
-    )
+    prompt = ids(PROMPT)
+    answers = [ids(answer) for answer in ANSWERS]
+    settings = {"num_samples": 20, "seed": 3}
     expected = log_likelihoods(
         demo, [(prompt, answer) for answer in answers], **settings
     )
@@ -51,7 +49,8 @@ def test_they_are_the_bounds_that_python_computes(ask, demo):
         map(len, answers)
     )
     # Masks of the client's own choice.
-    answers, masks = [answers[0], [*answers[0]]], [[0, 1, 2, 3], [2], []]
+    answers = [answers[0], [*answers[0]]]
+    masks = [[0, 1, 2, 3], [2], []]
     canvases = [
         (prompt + answer, [len(prompt) + i for i in mask])
         for answer in answers

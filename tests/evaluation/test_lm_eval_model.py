@@ -62,10 +62,8 @@ def test_likelihood_and_greediness_of_text(make, demo, context, mc_num):
         pairs, disable_tqdm=True
     )
     tokenizer = demo.get_tokenizer()
-    prompt, answer = (
-        tokenizer.encode(context) or [tokenizer.bos_token_id],
-        tokenizer.encode(" Ida=07"),
-    )
+    prompt = tokenizer.encode(context) or [tokenizer.bos_token_id]
+    answer = tokenizer.encode(" Ida=07")
     assert right == pytest.approx(
         plain_bound(Path(model_path("demo")), prompt, answer), rel=1e-3, abs=1e-5
     )

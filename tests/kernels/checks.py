@@ -94,10 +94,8 @@ class PagedCase(NamedTuple):
 
     def limits(self) -> torch.Tensor:
         """A limit for each row, from none of its request's keys up to all of them."""
-        sizes, generator = (
-            self.cu_seqlens.cpu().diff(),
-            torch.Generator().manual_seed(self.q.shape[0]),
-        )
+        sizes = self.cu_seqlens.cpu().diff()
+        generator = torch.Generator().manual_seed(self.q.shape[0])
         most = (self.tokens.head_len.cpu().amax(1) + sizes).repeat_interleave(sizes)
         return (
             (torch.rand(most.shape, generator=generator) * (most + 1))
@@ -138,8 +136,10 @@ def paged_attention(
         cu_seqlens,
         (k_pages, v_pages, page_tables, head_start, token_stride, head_len, *_),
     ) = case
-    group, slots_per_page = q.shape[1] // k.shape[1], k_pages.shape[1]
-    out, lse = q.double(), q.new_empty(q.shape[:2], dtype=torch.float64)
+    group = q.shape[1] // k.shape[1]
+    slots_per_page = k_pages.shape[1]
+    out = q.double()
+    lse = q.new_empty(q.shape[:2], dtype=torch.float64)
     for request, (start, stop) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
         for head in range(q.shape[1]):
             kv_head = head // group

@@ -88,7 +88,8 @@ def test_requests_that_need_no_pages_take_one_call_beside_others(
         [list(range(1, 1 + length)) for length in (13, 4, 9)],
         [DiffusionParams(gen_length=length, ignore_eos=True) for length in (3, 8, 8)],
     )
-    expected, flash = answers(llm, *asked), flash_stand_in(monkeypatch)
+    expected = answers(llm, *asked)
+    flash = flash_stand_in(monkeypatch)
     monkeypatch.setattr(
         attention, "_attend", choose_backend("flash", CUDA, torch.bfloat16, 16)
     )
@@ -209,7 +210,8 @@ def test_engines_answer_the_same_with_flash_over_pages(
     )
     llm = engines(tiny_llada, page_size=16, **settings)
     monkeypatch.setattr(paged_attention, "_flash", None)
-    expected, flash = answers(llm, *asked), flash_stand_in(monkeypatch)
+    expected = answers(llm, *asked)
+    flash = flash_stand_in(monkeypatch)
     monkeypatch.setattr(
         paged_attention, "_flash", choose_paged_flash(CUDA, torch.bfloat16, 16, 16)
     )

@@ -31,13 +31,15 @@ def mean_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 )
 def test_scores_equal_the_formula(block_rows, candidates, heads, dim, numbers):
     fused = numbers.normal(candidates + block_rows, sum(heads), dim)
-    block, keys = fused[candidates:, : heads[0]], fused[:candidates, heads[0] :]
+    block = fused[candidates:, : heads[0]]
+    keys = fused[:candidates, heads[0] :]
     scores = mean_query_scores(block, keys)
     assert scores.dtype == torch.float32
     # The products are exact in float32 whatever the type of the inputs. The error is
     # relative to the sum of a score's terms without their signs, because a few
     # candidates' terms may cancel to almost nothing.
-    expected, unsigned = mean_scores(block, keys), mean_scores(block.abs(), keys.abs())
+    expected = mean_scores(block, keys)
+    unsigned = mean_scores(block.abs(), keys.abs())
     assert ((scores.double() - expected).abs() <= 1e-6 * unsigned).all()
 
 
@@ -87,7 +89,8 @@ def test_votes_equal_the_formula_for_views_of_one_projection(
     fused = torch.cat(
         (fused, torch.full_like(fused[:1], torch.nan).expand(99, -1, -1))
     )[: len(fused)]
-    q, k = fused[keys + others :, :num_heads], fused[:, num_heads:]
+    q = fused[keys + others :, :num_heads]
+    k = fused[:, num_heads:]
     lse = F.pad(attention(q, k, k)[1].float(), (0, 0, 3, 0), value=torch.nan)[3:]
     per_head = k[:keys].double().repeat_interleave(num_heads // kv_heads, dim=1)
     logits = torch.einsum("ihd,jhd->hij", q.double(), per_head) * dim**-0.5

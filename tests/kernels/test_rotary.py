@@ -21,10 +21,8 @@ def test_rotation_is_that_of_the_formula(num_rows, num_heads, head_dim, numbers,
     """Rows of one head more than are rotated, as those of a fused projection. The table
     holds NaN at positions that no row is at."""
     rotary_dim = max(2, head_dim // part // 2 * 2)
-    fused, positions = (
-        numbers.normal(num_rows, num_heads + 1, head_dim),
-        numbers.integers(0, 5000, num_rows),
-    )
+    fused = numbers.normal(num_rows, num_heads + 1, head_dim)
+    positions = numbers.integers(0, 5000, num_rows)
     angles = positions[:, None].double() / 500_000.0 ** (
         torch.arange(0, rotary_dim, 2) / rotary_dim
     )
@@ -49,7 +47,8 @@ def test_rotation_is_that_of_the_formula(num_rows, num_heads, head_dim, numbers,
 def test_the_table_holds_each_positions_own_phases():
     """Bit for bit: the number of positions changes nothing."""
     frequencies = 500_000.0 ** (-torch.arange(0, 128, 2) / 128)
-    table, positions = rotary_table(4096, frequencies), torch.tensor([0, 7, 1000, 4095])
+    table = rotary_table(4096, frequencies)
+    positions = torch.tensor([0, 7, 1000, 4095])
     angles = positions.float()[:, None] * frequencies
     assert table[positions].equal(torch.cat((angles.cos(), angles.sin()), dim=-1))
     assert table[:77].equal(rotary_table(77, frequencies))

@@ -89,10 +89,8 @@ def test_equals_the_formulas(num_rows, vocab_size, forbidden, scale, numbers):
         token, allowed.argmax(dim=-1)
     )  # ties too: rounded logits have many
     p = logits.softmax(dim=-1)
-    token_logit, entropy = (
-        logits.gather(-1, token[:, None])[:, 0],
-        (p * (p + 1e-10).log()).sum(dim=-1),
-    )
+    token_logit = logits.gather(-1, token[:, None])[:, 0]
+    entropy = (p * (p + 1e-10).log()).sum(dim=-1)
     expected = [
         token_logit,
         logits.logsumexp(dim=-1),

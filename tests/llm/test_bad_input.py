@@ -252,7 +252,8 @@ def test_what_is_not_supported_is_named(llm, healthy):
 
 
 def test_embeddings_adapters_and_beams(llm, healthy):
-    prompt, params = {"prompt_token_ids": PROMPT}, DiffusionParams(gen_length=8)
+    prompt = {"prompt_token_ids": PROMPT}
+    params = DiffusionParams(gen_length=8)
     adapter = LoRARequest("adapter", 1, "/nowhere")
     for call, message in (
         (

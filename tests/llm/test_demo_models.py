@@ -67,9 +67,12 @@ def test_it_foresees_right_answers_and_their_end(guide, tokenizer, task):
         hits = guide(torch.tensor([tokens])).logits[0, :-1].argmax(
             dim=-1
         ) == torch.tensor(tokens[1:])
-        answer, tail = hits[start - 1 : end - 1], hits[end - 1 :]
-        right, total = right + int(answer.sum()), total + len(answer)
-        tail_right, tail_total = tail_right + int(tail.sum()), tail_total + len(tail)
+        answer = hits[start - 1 : end - 1]
+        tail = hits[end - 1 :]
+        right = right + int(answer.sum())
+        total = total + len(answer)
+        tail_right = tail_right + int(tail.sum())
+        tail_total = tail_total + len(tail)
     assert right / total > 0.95
     assert tail_right / tail_total > 0.95
 

@@ -10,11 +10,9 @@ from dllm_engine.evaluation.paper_tasks import tasks_of_papers
 from dllm_engine.families import released_defaults
 from dllm_engine.model_name import has_word, own_name
 
-INSTRUCT, BASE, DREAM = (
-    "GSAI-ML/LLaDA-8B-Instruct",
-    "GSAI-ML/LLaDA-8B-Base",
-    "Dream-org/Dream-v0-Instruct-7B",
-)
+INSTRUCT = "GSAI-ML/LLaDA-8B-Instruct"
+BASE = "GSAI-ML/LLaDA-8B-Base"
+DREAM = "Dream-org/Dream-v0-Instruct-7B"
 
 
 @pytest.mark.parametrize(
@@ -98,7 +96,8 @@ def test_folders_above_make_no_base_model(checkpoint, above):
 )
 def test_a_snapshot_has_the_papers_settings_of_its_model(checkpoint, model):
     folder = checkpoint(snapshot_of(model), model)
-    method, family = CACHE_METHODS["dllm_cache"], load_config(folder).family
+    method = CACHE_METHODS["dllm_cache"]
+    family = load_config(folder).family
     assert method.settings_for(folder, family) == method.settings_for(model, family)
     assert method.settings_for(folder, family)[0]
     assert tasks_of_papers(folder, ["gsm8k"], "dllm-cache") == tasks_of_papers(

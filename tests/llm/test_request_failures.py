@@ -132,7 +132,8 @@ def test_a_token_that_overflows_when_it_is_read_ends_its_request(
     runner = runner_of(llm)
     set_steps_per_dispatch(llm, 4, monkeypatch)
     alone = answers_alone(llm)
-    denoiser, predictor = type(runner.denoiser), type(runner.rank.predictor)
+    denoiser = type(runner.denoiser)
+    predictor = type(runner.rank.predictor)
     fill, predict, seed, bad_rows = denoiser._fill, predictor.predict, 77, []
 
     def fill_broken(self, hidden, group, plans):
@@ -174,7 +175,8 @@ def test_blocks_that_are_finished_are_kept_and_the_failure_is_counted(
 
     llm = engine("dual", disable_log_stats=False, cuda_graphs=False)
     before = num_failed()
-    compute, broken_from = runner_of(llm).rank.predictor.compute_logits, 10
+    compute = runner_of(llm).rank.predictor.compute_logits
+    broken_from = 10
 
     def overflowing(hidden):
         shard = compute(hidden)
@@ -289,10 +291,8 @@ def test_an_exception_in_the_work_of_one_request_ends_that_request(
     }
     for attacked in attacks[where]:
         breaks(*attacked)
-    prompts, asked = (
-        [*NEIGHBOURS, [5] * BAD_LENGTH],
-        [*(params() for _ in alone), params(seed=SEED)],
-    )
+    prompts = [*NEIGHBOURS, [5] * BAD_LENGTH]
+    asked = [*(params() for _ in alone), params(seed=SEED)]
     *outputs, bad = generate(llm, prompts, asked)
     assert raised
     assert bad.outputs[0].finish_reason == "error"

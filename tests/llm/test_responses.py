@@ -73,7 +73,8 @@ def test_a_length_that_is_left_open_is_256_or_what_fits(
         tiny_checkpoints.write("llada", tmp_path, max_sequence_length=512),
         max_model_len=max_model_len,
     )
-    prompt, own = [7] * prompt_length, DiffusionParams(ignore_eos=True, steps=8)
+    prompt = [7] * prompt_length
+    own = DiffusionParams(ignore_eos=True, steps=8)
     plain = SamplingParams(
         max_tokens=None, temperature=0, ignore_eos=True, extra_args={"steps": 8}
     )

@@ -187,7 +187,8 @@ class Tokenizer:
 
 def message(*tokens, block=0, step=1, guess=None) -> dict:
     """The running block after a step, as the engine sends it; None for a mask."""
-    length, masked = len(tokens), [token is None for token in tokens]
+    length = len(tokens)
+    masked = [token is None for token in tokens]
     return {
         "block": block,
         "num_blocks": 2,
@@ -260,11 +261,9 @@ def test_a_client_that_misses_steps_sees_the_later_state(engines, tiny_llada, se
     """It rebuilds the response from the chunks, as docs/streaming.md
     tells clients to.
     """
-    changes, pieces, confidences = (
-        BlockChanges(),
-        dict[int, str | None](),
-        dict[int, float](),
-    )
+    changes = BlockChanges()
+    pieces = dict[int, str | None]()
+    confidences = dict[int, float]()
     for n, output in enumerate(stream(engines(tiny_llada))):
         if n not in sent:
             continue

@@ -131,14 +131,10 @@ def test_weights_come_from_a_trainer_in_parts(llm, others, answers):
 
 def test_new_weights_read_no_pages_of_the_old_ones(engines, tiny_sdar, tmp_path):
     """Requests of a block diffusion model share pages of equal prompts."""
-    prompt, settings = (
-        [3, 17, 99, 4] * 12,
-        {"cache_method": "block", "page_size": 4, "max_num_seqs": 2},
-    )
-    changing, other = (
-        engines(tiny_sdar, **settings),
-        tiny_checkpoints.write("sdar", tmp_path, seed=7),
-    )
+    prompt = [3, 17, 99, 4] * 12
+    settings = {"cache_method": "block", "page_size": 4, "max_num_seqs": 2}
+    changing = engines(tiny_sdar, **settings)
+    other = tiny_checkpoints.write("sdar", tmp_path, seed=7)
     expected = [
         tokens_of(engines(model, **settings), prompt, gen_length=8)
         for model in (tiny_sdar, other)

@@ -68,7 +68,8 @@ def run_one(llm, response):
     while scheduler.states:
         (state,) = scheduler.states.values()
         step_plan = scheduler.method.plan(state.spec, state.progress)
-        retained, rows = max(retained, step_plan.retained), rows + step_plan.max_rows
+        retained = max(retained, step_plan.retained)
+        rows = rows + step_plan.max_rows
         llm.llm_engine.step()
         reserved = max(reserved, scheduler.pages.num_reserved)
     assert_nothing_left(llm)
@@ -144,10 +145,8 @@ def test_the_activation_estimate_is_near_what_a_pass_holds(
 ):
     """Near: what the attention and the norm hold inside themselves is left out."""
     runner = runner_of(engines(tiny_llada, cache_method=method))
-    rows, longest = (
-        runner.vllm_config.scheduler_config.max_num_batched_tokens,
-        runner.model_config.max_model_len,
-    )
+    rows = runner.vllm_config.scheduler_config.max_num_batched_tokens
+    longest = runner.model_config.max_model_len
     # On a GPU these hold their results.
     monkeypatch.setattr(filtered_logits, "cpu", lambda logits, *_: logits.clone())
     monkeypatch.setattr(
@@ -250,7 +249,8 @@ def test_a_guides_pages_are_what_a_running_engine_reserves(
         retained,
         [],
     )
-    shape, pages = runner_of(llm).rank.guide.shape, runner_of(llm).rank.guide.pages
+    shape = runner_of(llm).rank.guide.shape
+    pages = runner_of(llm).rank.guide.pages
     assert shape.tokens_per_token == 1 + own_tokenizer
     tokens = (PROMPT + RESPONSE - 1) * (1 + own_tokenizer)
     per_page = pages.keys.shape[1] // shape.num_kv_heads

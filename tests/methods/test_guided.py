@@ -132,7 +132,8 @@ def tokens(llm, lengths=LENGTHS, **options) -> list[list[int]]:
 def test_engine_decodes_as_the_plain_one_does(
     engine, reference_checkpoints, guides, pairs, settings, model, has_texts
 ):
-    texts, folders = None, (reference_checkpoints / model, guides[GUIDED_BY[model]])
+    texts = None
+    folders = (reference_checkpoints / model, guides[GUIDED_BY[model]])
     llm = engine(
         model,
         has_texts=has_texts,
@@ -150,10 +151,8 @@ def test_engine_decodes_as_the_plain_one_does(
             spelled(other),
             special,
         )
-    plain_model, judge = (
-        PlainModel(folders[0]),
-        AutoModelForCausalLM.from_pretrained(folders[1]).eval(),
-    )
+    plain_model = PlainModel(folders[0])
+    judge = AutoModelForCausalLM.from_pretrained(folders[1]).eval()
 
     def judged(ids: list[int]) -> torch.Tensor:
         with torch.inference_mode():

@@ -55,11 +55,9 @@ def held(llm, prompt_length: int, *lengths: int) -> list[tuple[tuple[int, int], 
     """Pages (allocated, reserved) of one request after each step, and for how many
     steps it was so.
     """
-    pages, after, prompt = (
-        scheduler_of(llm).pages,
-        [],
-        [7 * i % 100 for i in range(prompt_length)],
-    )
+    pages = scheduler_of(llm).pages
+    after = []
+    prompt = [7 * i % 100 for i in range(prompt_length)]
     run_in_steps(
         llm,
         [prompt],
@@ -256,7 +254,8 @@ def test_rows_that_es_dllm_drops(engine):
     (found,) = answers(
         engine("es_dllm", **SKIPS), [(PROMPT, {"gen_length": 24, "block_length": 8})]
     )
-    selections, computed = iter(found.traces["selected_positions"]), 0
+    selections = iter(found.traces["selected_positions"])
+    computed = 0
     for state, rows in zip(found.traces["refresh_states"], found.computed, strict=True):
         # The second and third of four layers drop rows, after they have computed them.
         first, second = (

@@ -2,7 +2,9 @@
 requests in all phases share a batch, nothing stale is read, and no page is lost."""
 
 import random
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,214 +32,9 @@ from tests.support.random_requests import (
 SCHEDULE = [[1, 0], [0.5, 0.25], [0.25, 0.5]]
 
 
-def refreshes(prompt: int, response: int, ratio: float, **more: Any) -> dict[str, Any]:
-    return {
-        "prompt_refresh_interval": prompt,
-        "response_refresh_interval": response,
-        "update_ratio": ratio,
-    } | more
-
-
-ENGINES: dict[str, list[tuple[int, int, dict[str, Any]]]] = {
-    "none": [(16, 1, {})],
-    "prefix": [(4, 4, {})],
-    "dual": [
-        (8, 1, {}),
-        (8, 4, {"refresh": "response", "prompt_refresh_interval": 3}),
-        (4, 1, {"refresh": "near", "prompt_refresh_interval": 2, "near_tokens": 4}),
-        (8, 4, {"refresh": "near", "prompt_refresh_interval": 8, "near_tokens": 1}),
-    ],
-    "sparse": [
-        (1, 4, {"retention_ratio": 0.5, "pool_kernel_size": 1}),
-        (1, 4, {"retention_ratio": 1.0, "pool_kernel_size": 5, "update_delay": 2}),
-        (32, 1, {"retention_ratio": 0.3, "pool_kernel_size": 3, "update_delay": 0}),
-        (
-            32,
-            1,
-            {
-                "retention_ratio": 0.7,
-                "pool_kernel_size": 1,
-                "update_delay": 0,
-                "scope": "prefix",
-            },
-        ),
-        (32, 1, {"retention_ratio": 0.05, "pool_kernel_size": 99, "update_delay": 1}),
-        (32, 1, {"retention_ratio": 0.0}),
-        (8, 1, {"scorer": "mask_voting", "update_delay": 0}),
-        (8, 4, {"scorer": "snapkv", "observation_window": 6, "pool_kernel_size": 1}),
-        (8, 1, {"scorer": "all_voting", "retention_ratio": 0.4}),
-        (8, 1, {"scorer": "prompt_voting", "scope": "prefix"}),
-        (
-            4,
-            1,
-            {"refresh": "response", "prompt_refresh_interval": 8, "update_delay": 0},
-        ),
-        (8, 4, {"refresh": "response", "retention_ratio": 0.3, "scope": "prefix"}),
-    ],
-    "dkv": [(4, 1, {"refresh_interval": interval}) for interval in (1, 3)]
-    + [(32, 4, {"refresh_interval": interval}) for interval in (2, 5, 100)],
-    "delayed": [
-        (4, 4, {}),
-        (16, 1, {"cache_delay": 0}),
-        (8, 1, {"cache_delay": 2, "refresh_interval": 4}),
-    ],
-    "d2_cache": [
-        (8, 1, {"masked_rows": 6, "gap_fill": 3}),
-        (4, 4, {"masked_rows": 2, "rollout_p": 0.4, "confidence": "latest"}),
-        (
-            16,
-            1,
-            {
-                "masked_rows": 5,
-                "rollout_p": 0.0,
-                "sigma": 2.0,
-                "range_unit": "block",
-                "gap_fill": 2,
-            },
-        ),
-        (
-            8,
-            4,
-            {
-                "rollout_p": 0.25,
-                "sigma": 40.0,
-                "confidence": "latest",
-                "range_unit": "block",
-            },
-        ),
-        (8, 1, {"masked_rows": 99, "rollout_p": 1.0}),
-    ],
-    "freecache": [
-        (4, 4, {"include_suffix": True}),
-        (16, 1, {"include_suffix": False}),
-        (8, 1, {"cache_block_length": 15}),
-        (8, 4, {"cache_block_length": 3, "include_suffix": False}),
-    ],
-    "es_dllm": [
-        (
-            8,
-            1,
-            {
-                "indicator": "query",
-                "alpha": 0.3,
-                "block_refresh_interval": 1000,
-                "prompt_refresh_interval": 5,
-            },
-        ),
-        (
-            8,
-            1,
-            {
-                "indicator": "value",
-                "alpha": 0.0,
-                "keep_schedule": [[0.8, 0], [0.3, 0.9]],
-            },
-        ),
-        (8, 1, {"indicator": "none", "retention_ratio": 0.4, "update_delay": 2}),
-        (32, 4, {"block_refresh_interval": 4, "prompt_refresh_interval": 16}),
-        (
-            32,
-            4,
-            {
-                "indicator": "key",
-                "keep_schedule": [[0.5, 0]],
-                "prompt_refresh_interval": 1000,
-            },
-        ),
-        (
-            32,
-            4,
-            {
-                "alpha": 0.0,
-                "retention_ratio": 0.6,
-                "update_delay": 0,
-                "prompt_refresh_interval": 3,
-            },
-        ),
-        # These two have no ties, which spans would be full of.
-        (8, 4, {"alpha": 0.0, "prompt_refresh_interval": 3}),
-        (8, 1, {"indicator": "none", "retention_ratio": 0.0}),
-    ],
-    "dllm_cache": [
-        (8, 1, refreshes(5, 2, 0.25)),
-        (8, 1, refreshes(2, 3, 0.5, refresh_first_layer=False)),
-        (8, 1, refreshes(5, 3, 0.0)),
-        (8, 1, refreshes(6, 4, 1.0, exclude_prompt_states=False)),
-        (8, 1, refreshes(7, 5, 0.13, similarity="key")),
-        (
-            32,
-            4,
-            refreshes(7, 5, 0.04, refresh_first_layer=False, interval_unit="passes"),
-        ),
-        (32, 4, refreshes(7, 4, 0.3, similarity="key", refresh_first_layer=False)),
-        (32, 4, refreshes(100, 100, 0.3)),
-        (8, 1, refreshes(6, 4, 0.3, similarity_metric="l2")),
-        (16, 4, refreshes(5, 4, 0.3, similarity="random")),
-    ],
-    "maskkv": [
-        (8, 1, refreshes(6, 3, 0.25, kv_budget=12)),
-        (
-            8,
-            1,
-            refreshes(
-                6,
-                3,
-                0.25,
-                kv_budget=12,
-                layer_budget="squeeze",
-                scorer="mask_voting_third",
-            ),
-        ),
-        (8, 1, refreshes(6, 3, 0.25, kv_budget=12, scorer="mask_voting_first")),
-        (8, 1, refreshes(6, 3, 0.25, kv_budget=12, scorer="snapkv")),
-        (
-            8,
-            1,
-            refreshes(6, 3, 0.25, kv_budget=12, scorer="h2o", head_budget="uniform"),
-        ),
-        (8, 1, refreshes(6, 3, 0.25, kv_budget=12, scorer="all_voting")),
-        (
-            8,
-            1,
-            refreshes(
-                6,
-                3,
-                0.25,
-                kv_budget=12,
-                layer_budget="uniform",
-                scorer="mask_voting_last",
-            ),
-        ),
-        (
-            8,
-            1,
-            refreshes(
-                6, 3, 0.25, kv_budget=9, beta=0.0, alpha=0.7, scorer="prompt_voting"
-            ),
-        ),
-        (8, 1, refreshes(6, 3, 0.25, kv_budget=12, scorer="mask_voting_second")),
-        (8, 1, refreshes(6, 3, 1.0, kv_budget=99)),
-        (32, 4, refreshes(6, 3, 0.25, kv_budget=12, refresh_first_layer=True)),
-        (32, 4, refreshes(100, 1, 0.25, kv_budget=6, exclude_prompt_states=False)),
-        (32, 4, refreshes(2, 5, 0.0, kv_budget=1)),
-        (32, 4, refreshes(6, 5, 0.04, kv_budget=0)),
-        (
-            8,
-            1,
-            refreshes(
-                6, 3, 0.25, kv_budget=12, scorer="mean_query", head_budget="adaptive"
-            ),
-        ),
-    ],
-    "block": [(4, 1, {}), (16, 4, {}), (6, 1, {})],
-    "focus": [
-        (4, 1, {}),
-        (16, 4, {"alpha": 1.2, "keep": 3}),
-        (6, 1, {"select": "top", "first_keep": "alpha", "alpha": 2.0}),
-        (8, 4, {"select": "none"}),
-        (4, 4, {"deviation": "population", "alpha": -1.0, "keep": 2}),
-    ],
-}
+ENGINES: dict[str, list[tuple[int, int, dict[str, Any]]]] = tomllib.loads(
+    Path(__file__).with_name("random_engines.toml").read_text()
+)
 """Page size, steps per dispatch, cache options."""
 NUM_REQUESTS = {
     "es_dllm": 6,
@@ -262,7 +59,8 @@ UNSUITED = {"entropy_bound", "margin", "entropy_threshold"}
 def requests_of(
     method: str, number: int, options: dict[str, Any], model: PlainModel
 ) -> list[Request]:
-    count, is_dream = NUM_REQUESTS.get(method, 4), model.is_dream
+    count = NUM_REQUESTS.get(method, 4)
+    is_dream = model.is_dream
     if method == "es_dllm":
         # It measures plain probabilities; the other policies are not ES-dLLM's.
         requests = [
@@ -342,11 +140,10 @@ def engine(engines, reference_checkpoints, monkeypatch):
         steps_per_dispatch: int,
         options: dict[str, Any],
     ):
-        model, settings = (
-            PlainModel(reference_checkpoints / name),
-            {"page_size": page_size, "max_model_len": 128},
-        )
-        model.end_tokens, model.turn_ends = END_TOKENS, TURN_ENDS
+        model = PlainModel(reference_checkpoints / name)
+        settings = {"page_size": page_size, "max_model_len": 128}
+        model.end_tokens = END_TOKENS
+        model.turn_ends = TURN_ENDS
         llm = engines.shared(
             reference_checkpoints / name,
             cache_method=method,
@@ -354,7 +151,8 @@ def engine(engines, reference_checkpoints, monkeypatch):
             steps_per_dispatch=steps_per_dispatch,
             **settings,
         )
-        denoiser, store = runner_of(llm).denoiser, runner_of(llm).store
+        denoiser = runner_of(llm).denoiser
+        store = runner_of(llm).store
         end_tokens = torch.tensor(END_TOKENS, device=denoiser.rank.device)
         monkeypatch.setattr(
             denoiser, "rank", replace(denoiser.rank, end_tokens=end_tokens)
@@ -403,10 +201,8 @@ def sampled_requests(number: int, count: int, model: PlainModel) -> list[Request
     """With what keeps end tokens from being chosen too early, positions drawn by their
     confidences, and sampling.
     """
-    draw, requests = (
-        random.Random(number),
-        random_requests(number, count, model.is_dream),
-    )
+    draw = random.Random(number)
+    requests = random_requests(number, count, model.is_dream)
     requests = (
         between_blocks(requests) if model.block_length else in_spans(requests, number)
     )

@@ -171,7 +171,8 @@ def received(llm, prompts, params):
     """What the client of each request gets: its tokens, and the running
     blocks by step.
     """
-    tokens, blocks = [[] for _ in prompts], [[] for _ in prompts]
+    tokens = [[] for _ in prompts]
+    blocks = [[] for _ in prompts]
     for output in streamed(llm, prompts, params):
         tokens[int(output.request_id)] += output.outputs[0].token_ids
         if (running := getattr(output.outputs[0], "provisional", None)) is not None:

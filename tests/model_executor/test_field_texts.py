@@ -99,10 +99,8 @@ def test_each_field_is_answered_once(passes, monkeypatch):
 
     monkeypatch.setattr(FieldTexts, "answer", counted)
     decision, _, _ = patterns(passes)
-    running, canvas = (
-        RunningDecision(AcceptedTexts(decision), ENDS, passes),
-        [*decision.template],
-    )
+    running = RunningDecision(AcceptedTexts(decision), ENDS, passes)
+    canvas = [*decision.template]
     rng = np.random.default_rng(passes)
     while not running.is_complete:
         positions = [i for i, token in enumerate(canvas) if token is None]

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from dllm_engine import DiffusionParams
 from dllm_engine.model_executor.loading.lora import LoraAdapter
-from tests.model_executor.models.test_loading import POINTER, refuse
-from tests.support.engines import generate, runner_of, start_engine
+from tests.model_executor.models.test_loading import POINTER
+from tests.support.engines import generate, refuse_start, runner_of
 from tests.support.tiny_checkpoints import write, write_adapter
 
 LLADA = [
@@ -37,19 +37,15 @@ MODULES = {
 
 def merged_by_hand(checkpoint, adapter, folder):
     """The checkpoint with W + 6 / 3 · B A, in float64."""
-    weights, update = (
-        load_file(checkpoint / "model.safetensors"),
-        load_file(adapter / "adapter_model.safetensors"),
-    )
+    weights = load_file(checkpoint / "model.safetensors")
+    update = load_file(adapter / "adapter_model.safetensors")
     for name in update:
         if name.endswith("lora_A.weight"):
             module = name.removeprefix("base_model.model.").removesuffix(
                 ".lora_A.weight"
             )
-            a, b = (
-                update[name].double(),
-                update[name.replace("lora_A", "lora_B")].double(),
-            )
+            a = update[name].double()
+            b = update[name.replace("lora_A", "lora_B")].double()
             weight = weights[f"{module}.weight"]
             weights[f"{module}.weight"] = (weight.double() + 2 * (b @ a)).to(
                 weight.dtype
@@ -136,7 +132,7 @@ def test_an_update_that_is_not_finite_is_named(tiny_llada, tmp_path, value):
     for tensor in tensors.values():
         tensor[0, 0] = value
     save_file(tensors, file)
-    refuse(
+    refuse_start(
         tiny_llada,
         f"{file}: '{LLADA[0]}.weight' with its update holds NaN or infinity",
         lora_path=str(tmp_path),
@@ -154,68 +150,51 @@ def test_weights_that_come_in_parts_need_not_hold_all(tiny_llada, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "fragments"),
+    ("config", "message"),
     [
-        ({"lora_alpha": "6"}, ("adapter_config.json", "lora_alpha='6'")),
-        ({"lora_alpha": float("inf")}, ("adapter_config.json", "lora_alpha=inf")),
-        ({"lora_alpha": float("nan")}, ("adapter_config.json", "lora_alpha=nan")),
-        ({"r": 0}, ("adapter_config.json", "r=0")),
-        ({"r": 4}, ("states the rank 4", "have the rank 3")),
-        ({"rank_pattern": {".*": 5}}, ("states the rank 5", "have the rank 3")),
-        ({"rank_pattern": {".*": -1}}, ("rank_pattern['.*']=-1",)),
-        ({"rank_pattern": [3]}, ("rank_pattern=[3] must be an object",)),
-        ({"alpha_pattern": "q_proj"}, ("alpha_pattern='q_proj' must be an object",)),
-        ({"alpha_pattern": {"(": 3}}, ("alpha_pattern['('] is no regular expression",)),
-        ({"alpha_pattern": {"(.*a.{20})": 3}}, ("['(.*a.{20})'] matches too many",)),
-        ({"rank_pattern": {"(a|b)" * 300: 3}}, ("is longer than 1000 characters",)),
+        ({"lora_alpha": "6"}, "lora_alpha='6': Input should be a valid number"),
+        ({"lora_alpha": float("inf")}, "lora_alpha=inf"),
+        ({"lora_alpha": float("nan")}, "lora_alpha=nan"),
+        ({"lora_alpha": None}, "lora_alpha=None"),
+        ({"lora_alpha": True}, "lora_alpha=True"),
+        ({"lora_alpha": 10**400}, "lora_alpha="),
+        ({"lora_alpha": 1e308}, "lora_alpha=1e+308 of "),
+        ({"r": 0}, "r=0: Input should be greater than 0"),
+        ({"r": 4}, "states the rank 4"),
+        ({"rank_pattern": {".*": 5}}, "states the rank 5"),
+        ({"rank_pattern": {".*": -1}}, "rank_pattern..*=-1: Input should be greater"),
+        ({"rank_pattern": [3]}, "rank_pattern=[3]: Input should be a valid dict"),
+        ({"rank_pattern": False}, "rank_pattern=False"),
+        ({"rank_pattern": {"(a|b)" * 300: 3}}, "is longer than 1000 characters"),
         (
             {"rank_pattern": {f"(a{i}|b)": 3 for i in range(101)}},
-            ("rank_pattern has 101 regular expressions, at most 100",),
+            "rank_pattern has 101 regular expressions, at most 100",
         ),
-        (
-            {"alpha_pattern": {".*": "3"}},
-            ("alpha_pattern['.*']='3' must be a finite number",),
-        ),
-        (
-            {"lora_alpha": 10**400},
-            ("adapter_config.json", "lora_alpha=1000", "must be a finite number"),
-        ),
-        (
-            {"lora_alpha": 1e308},
-            ("adapter_config.json", "lora_alpha=1e+308", "more than a float32 holds"),
-        ),
+        ({"alpha_pattern": "q_proj"}, "alpha_pattern='q_proj'"),
+        ({"alpha_pattern": []}, "alpha_pattern=[]"),
+        ({"alpha_pattern": {".*": "3"}}, "alpha_pattern..*='3'"),
+        ({"alpha_pattern": {".*": None}}, "alpha_pattern..*=None"),
+        ({"alpha_pattern": {"(.*a.{20})": 3}}, "['(.*a.{20})'] matches too many"),
+        ({"alpha_pattern": {"(": 3}}, "alpha_pattern['('] is no regular expression"),
+        ({"alpha_pattern": {")(": 3}}, "alpha_pattern[')('] is no regular expression"),
         (
             {"alpha_pattern": {"(?i)x": 3}},
-            ("alpha_pattern['(?i)x'] is no regular expression",),
+            "alpha_pattern['(?i)x'] is no regular expression",
         ),
-        (
-            {"alpha_pattern": {")(": 3}},
-            ("alpha_pattern[')('] is no regular expression",),
-        ),
-        ({"alpha_pattern": []}, ("alpha_pattern=[] must be an object",)),
-        ({"rank_pattern": False}, ("rank_pattern=False must be an object",)),
-        ({"use_rslora": "yes"}, ("use_rslora='yes' must be true or false",)),
-        ({"peft_type": "LOHA"}, ("adapter_config.json", "peft_type='LOHA'", "'LORA'")),
-        ({"use_dora": True}, ("use_dora=True", "merge_and_unload")),
-        (
-            {"modules_to_save": ["lm_head"]},
-            ("modules_to_save=['lm_head']", "merge_and_unload"),
-        ),
-        ({"bias": "all"}, ("bias='all'", "merge_and_unload")),
-        (
-            {"init_lora_weights": "pissa"},
-            ("init_lora_weights='pissa'", "merge_and_unload"),
-        ),
+        ({"use_rslora": "yes"}, "use_rslora='yes': Input should be a valid boolean"),
+        ({"peft_type": "LOHA"}, "peft_type='LOHA' is not supported, only 'LORA'"),
+        ({"use_dora": True}, "use_dora=True is not supported; merge the adapter into"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save=['lm_head']"),
+        ({"bias": "all"}, "bias='all' is not supported, only 'none'; save the adapter"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not supported"),
     ],
 )
 def test_a_config_that_means_more_is_refused_by_name(
-    tiny_llada, tmp_path, config, fragments
+    tiny_llada, tmp_path, config, message
 ):
-    refuse(
-        tiny_llada,
-        *fragments,
-        lora_path=str(write_adapter(tmp_path, tiny_llada, LLADA[:1], **config)),
-    )
+    folder = write_adapter(tmp_path, tiny_llada, LLADA[:1], **config)
+    said = f"{folder}/adapter_config.json"
+    refuse_start(tiny_llada, said, message, lora_path=str(folder))
 
 
 A, B = (f"base_model.model.{LLADA[0]}.lora_{part}.weight" for part in "AB")
@@ -270,45 +249,32 @@ def test_tensors_that_do_not_fit_are_refused_before_the_model_is_loaded(
     file = write_adapter(tmp_path, tiny_llada, LLADA[:1]) / "adapter_model.safetensors"
     edit(tensors := load_file(file))
     save_file(tensors, file)
-    refuse(tiny_llada, *fragments, lora_path=str(tmp_path))
+    refuse_start(tiny_llada, *fragments, lora_path=str(tmp_path))
+
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 
 
 @pytest.mark.parametrize(
-    ("damage", "fragment"),
+    ("name", "text", "message"),
     [
-        (
-            lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"{}"),
-            "is missing or damaged",
-        ),
-        (
-            lambda folder: (folder / "adapter_model.safetensors").unlink(),
-            "save_pretrained",
-        ),
-        (
-            lambda folder: (folder / "adapter_config.json").unlink(),
-            "adapter_config.json cannot be read",
-        ),
-        (
-            lambda folder: (folder / "adapter_config.json").write_text("[7]"),
-            "adapter_config.json cannot be read",
-        ),
-        (
-            lambda folder: (folder / "adapter_config.json").write_text("[" * 100_000),
-            "adapter_config.json .* too deeply",
-        ),
-        (
-            lambda folder: (folder / "adapter_config.json").write_text(POINTER),
-            "_config.json is a Git LFS pointer",
-        ),
-        (
-            lambda folder: (folder / "adapter_model.safetensors").write_text(POINTER),
-            "safetensors is a Git LFS pointer",
-        ),
+        (WEIGHTS, "{}", "is missing or damaged"),
+        (WEIGHTS, None, "save_pretrained"),
+        (WEIGHTS, POINTER, "safetensors is a Git LFS pointer"),
+        (CONFIG, None, "adapter_config.json cannot be read"),
+        (CONFIG, "[7]", "adapter_config.json cannot be read"),
+        (CONFIG, "[" * 100_000, "adapter_config.json .* too deeply"),
+        (CONFIG, POINTER, "_config.json is a Git LFS pointer"),
     ],
 )
-def test_a_damaged_folder_is_refused_by_name(tiny_llada, tmp_path, damage, fragment):
-    damage(write_adapter(tmp_path, tiny_llada, LLADA[:1]))
-    with pytest.raises(ValueError, match=fragment):
+def test_a_damaged_file_is_refused_by_name(tiny_llada, tmp_path, name, text, message):
+    """``text``: what it holds; None: it is missing."""
+    write_adapter(tmp_path, tiny_llada, LLADA[:1])
+    (tmp_path / name).unlink()
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
         LoraAdapter(str(tmp_path))
 
 
@@ -331,17 +297,12 @@ def test_checkpoints_that_take_no_adapter_are_refused_by_name(tiny_llada, tmp_pa
     head = str(
         write_adapter(tmp_path / "head", tiny_llada, ["model.transformer.ff_out"])
     )
-    with pytest.raises(ValueError, match=r"lora_path=.* load_format='dummy'"):
-        start_engine(tiny_llada, lora_path=adapter, load_format="dummy")
-    with pytest.raises(ValueError, match="head is its embedding"):
-        start_engine(
-            write("llada", tmp_path / "tied", weight_tying=True), lora_path=head
-        )
+    said = "lora_path=", " load_format='dummy'"
+    refuse_start(tiny_llada, *said, lora_path=adapter, load_format="dummy")
+    tied = write("llada", tmp_path / "tied", weight_tying=True)
+    refuse_start(tied, "head is its embedding", lora_path=head)
     quantized = {"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": True}
     quantized["desc_act"] = False
-    with pytest.raises(ValueError, match="is quantized; merge the adapter"):
-        start_engine(
-            write("llada", tmp_path, quantization_config=quantized),
-            lora_path=adapter,
-            dtype="bfloat16",
-        )
+    folder = write("llada", tmp_path, quantization_config=quantized)
+    said = "is quantized; merge the adapter"
+    refuse_start(folder, said, lora_path=adapter, dtype="bfloat16")

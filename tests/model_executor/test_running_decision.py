@@ -23,10 +23,8 @@ def test_a_pass_is_given_what_earlier_ones_committed(seed):
     decision, fields, literals = random_decision(random.Random(seed), most_fields=4)
     rng = np.random.default_rng(seed)
     passes, num_passes = int(rng.integers(1, 6)), 0
-    running, canvas = (
-        RunningDecision(AcceptedTexts(decision), ENDS, passes),
-        [*decision.template],
-    )
+    running = RunningDecision(AcceptedTexts(decision), ENDS, passes)
+    canvas = [*decision.template]
     committed = {}
     while not running.is_complete:
         before = running.answers
@@ -51,13 +49,15 @@ def test_a_pass_is_given_what_earlier_ones_committed(seed):
             canvas[position] = token
         for name in running.answers.keys() - before:
             # One of them may list a value that is impossible by now.
-            own, expected = listed(running.answers[name]), plain.probabilities[name]
+            own = listed(running.answers[name])
+            expected = plain.probabilities[name]
             assert own | dict.fromkeys(expected.keys() - own, 0.0) == pytest.approx(
                 expected | dict.fromkeys(own.keys() - expected, 0.0), abs=1e-6
             )
             committed[name] = start, tokens = plain.spellings[name]
             assert canvas[start : start + len(tokens)] == [*tokens]
-        now, later = running.answers.keys() - before, fields.keys() - running.answers
+        now = running.answers.keys() - before
+        later = fields.keys() - running.answers
         assert written
         assert (
             min(plain.sureness[n] for n in now)

@@ -42,7 +42,8 @@ def test_of_equally_confident_ones_the_first_are_chosen():
     assert pick("count", [[0.5] * 200, [1.0] * 200], [2.0, 3.0]) == [[0, 1], [0, 1, 2]]
 
 
-PROBABILITIES, ENTROPIES = [0.5, 0.75, 0.25, 0.875], [-1.0, -0.25, -2.0, -0.5]
+PROBABILITIES = [0.5, 0.75, 0.25, 0.875]
+ENTROPIES = [-1.0, -0.25, -2.0, -0.5]
 REACHED = [
     (0.75, [1, 3]),
     (0.5, [0, 1, 3]),

@@ -111,15 +111,14 @@ def test_recorded_steps_give_the_same_tokens(
 ):
     checkpoint = request.getfixturevalue(f"tiny_{family}")
     plain = engines(checkpoint, page_size=4, **method)
-    expected, expected_mixed = (
-        answers(plain),
-        answers(plain, *MIXED, gen_length=12, block_length=6),
-    )
+    expected = answers(plain)
+    expected_mixed = answers(plain, *MIXED, gen_length=12, block_length=6)
     llm, recorder = recording(checkpoint, **method)
     assert answers(llm) == expected
     assert recorder.num_replayed > 2 * recorder.num_recorded > 0
     assert answers(llm, *MIXED, gen_length=12, block_length=6) == expected_mixed
-    graphs, name = runner_of(llm).denoiser.graphs, method["cache_method"]
+    graphs = runner_of(llm).denoiser.graphs
+    name = method["cache_method"]
     assert name in ALWAYS_CHOOSING or any(
         size.num_requests > 2 for size in graphs.forwards.graphs
     )
@@ -235,7 +234,8 @@ def test_graphs_follow_canvases_to_a_larger_store(engines, recording, tiny_llada
     expected = answers(engines(tiny_llada, page_size=4, cache_method="dual"))
     llm, recorder = recording(tiny_llada, cache_method="dual")
     answers(llm)
-    store, recorded = runner_of(llm).store, recorder.num_recorded
+    store = runner_of(llm).store
+    recorded = recorder.num_recorded
     store._make_room(store.tokens.numel())
     assert answers(llm) == expected
     assert recorder.num_recorded == 2 * recorded

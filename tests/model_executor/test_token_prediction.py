@@ -96,7 +96,8 @@ def test_chunks_change_nothing_and_bound_the_logits(
 ):
     logits, predictor, sizes = random_logits(), predictor_of(), []
     logits[3, [10, 140, 149]] = 25.0  # of equal tokens the lowest is taken
-    whole, compute = predict(logits, settings), predictor.compute_logits
+    whole = predict(logits, settings)
+    compute = predictor.compute_logits
     predictor.compute_logits = lambda rows: sizes.append(len(rows)) or compute(rows)
     monkeypatch.setattr(
         head_chunks, "MAX_LOGITS_PER_CHUNK", rows_at_once * VOCAB + VOCAB - 1
@@ -123,7 +124,8 @@ def test_biases_are_added_to_all_but_log_probabilities(
     monkeypatch, settings, rows_at_once
 ):
     logits, biased = random_logits(9), []
-    changed, generator = logits.clone(), torch.Generator().manual_seed(1)
+    changed = logits.clone()
+    generator = torch.Generator().manual_seed(1)
     for first, stop in ((0, 4), (2, 9)):
         rows = torch.zeros(9, dtype=torch.bool)
         rows[first:stop] = True

@@ -82,10 +82,8 @@ def test_the_largest_batch_has_the_rows_of_the_largest_graph(engine, monkeypatch
 
 @pytest.mark.parametrize("method", CACHE_METHODS)
 def test_what_requests_of_the_defaults_need_is_recorded(engine, warmed, method):
-    prompts, params = (
-        [[5] * 40, [6] * 3, [7] * 64],
-        DiffusionParams(gen_length=64, ignore_eos=True),
-    )
+    prompts = [[5] * 40, [6] * 3, [7] * 64]
+    params = DiffusionParams(gen_length=64, ignore_eos=True)
     expected = [
         output.outputs[0].token_ids
         for output in generate(engine(method), prompts, params)
@@ -97,7 +95,8 @@ def test_what_requests_of_the_defaults_need_is_recorded(engine, warmed, method):
     recorder = FakeGraphs()
     llm = warmed(method, recorder)
     assert_nothing_left(llm)
-    graphs, replayed = runner_of(llm).denoiser.graphs, recorder.num_replayed
+    graphs = runner_of(llm).denoiser.graphs
+    replayed = recorder.num_replayed
 
     def recorded():
         """What needs no other length of prompt."""
@@ -123,7 +122,8 @@ class Forgetful(FakeGraphs):
         self.graphs_of = graphs_of
 
     def __call__(self, run, **options):
-        replay, result = super().__call__(run, **options), copy.deepcopy(run())
+        replay = super().__call__(run, **options)
+        result = copy.deepcopy(run())
         return (
             (lambda: result)
             if isinstance(result, tuple) == (self.graphs_of == "filling")
@@ -158,10 +158,8 @@ class Failing(FakeGraphs):
 def test_recordings_that_fail_or_differ_are_not_used(
     engine, warmed, monkeypatch, recorder, said
 ):
-    prompts, params = (
-        [[5] * 40, [6] * 3],
-        DiffusionParams(gen_length=24, block_length=8, ignore_eos=True),
-    )
+    prompts = [[5] * 40, [6] * 3]
+    params = DiffusionParams(gen_length=24, block_length=8, ignore_eos=True)
     expected = [
         output.outputs[0].token_ids
         for output in generate(engine("sparse"), prompts, params)

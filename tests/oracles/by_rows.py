@@ -75,7 +75,8 @@ def plain_none(run: Decoding) -> None:
 def plain_block(run: Decoding) -> None:
     kept = 0
     for step in run.passes():
-        start, stop = run.window[0] - run.window[0] % run.block_length, run.window[1]
+        start = run.window[0] - run.window[0] % run.block_length
+        stop = run.window[1]
         run.fill(
             run.model.logits(run.canvas[:stop], run.block_length),
             range(start if step else kept, stop),
@@ -99,7 +100,8 @@ def plain_dual(run: Decoding, **options: Any) -> None:
     for step in run.passes():
         window = list(range(*run.window))
         if step > 0:
-            rows, read = [p for p in window if p < run.cut], retained
+            rows = [p for p in window if p < run.cut]
+            read = retained
         elif refreshes.whole_is_due(0):
             rows = read = run.seen
             kept = refreshes.never_renewed()
@@ -147,7 +149,8 @@ def plain_freecache(
 ) -> None:
     """Dream goes by its block rule, also if there is one block only."""
     run.window_alone = True
-    prompt_length, size = len(run.prompt), cache_block_length or run.block_length
+    prompt_length = len(run.prompt)
+    size = cache_block_length or run.block_length
 
     def clean(first: int) -> int:
         """Positions whose keys and values are cached when the window begins at

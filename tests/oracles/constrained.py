@@ -16,10 +16,8 @@ NOWHERE = -1
 class PlainConstraint:
     def __init__(self, packed: bytes, end_tokens: Iterable[int]) -> None:
         automaton = unpacked(packed)
-        class_of, next_state = (
-            torch.tensor(automaton.class_of).long(),
-            torch.tensor(automaton.next_state).long(),
-        )
+        class_of = torch.tensor(automaton.class_of).long()
+        next_state = torch.tensor(automaton.next_state).long()
         self.closed = len(next_state)
         self.accepted = {
             *(q for q in range(self.closed) if automaton.accepting[q]),

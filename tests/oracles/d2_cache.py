@@ -24,11 +24,9 @@ def plain_d2_cache(
 ) -> None:
     buffer = Buffer(run)
     run.fills_computed = run.predicts_window = True
-    everything, start, dream = (
-        list(range(run.length)),
-        len(run.prompt),
-        run.model.is_dream,
-    )
+    everything = list(range(run.length))
+    start = len(run.prompt)
+    dream = run.model.is_dream
     response = range(start, run.length)
     confidences: dict[int, float] = {}
     masked_before: list[int] = []

@@ -304,11 +304,9 @@ class Decoding:
                 last = self.running[-1]
             while self.running[-1] < last and self.next_joins():
                 if self.step:
-                    self.running_before, self.steps_before, self.step = (
-                        self.running,
-                        self.step,
-                        0,
-                    )
+                    self.running_before = self.running
+                    self.steps_before = self.step
+                    self.step = 0
                 self.running = [
                     b for b in self.running if self.masked(*self.blocks[b])
                 ] + [self.running[-1] + 1]
@@ -334,11 +332,9 @@ class Decoding:
             lengths: list[int] = []
             length = None
             for _ in range(int(options["span_steps"])):
-                self.cut, self.may_fill, self.watches = (
-                    self.length,
-                    (first, block_end),
-                    length is None,
-                )
+                self.cut = self.length
+                self.may_fill = (first, block_end)
+                self.watches = length is None
                 self.passing, self.enough = (
                     options["slow_threshold"],
                     int(options["slow_minimum"]),
@@ -563,11 +559,9 @@ class Decoding:
         """The tokens at ``predicted`` of the most probable way to complete the
         response, by canvas position.
         """
-        constraint, start, stop = (
-            self.plain_constraint,
-            len(self.prompt),
-            self.window[1],
-        )
+        constraint = self.plain_constraint
+        start = len(self.prompt)
+        stop = self.window[1]
         canvas = self.canvas[start : start + self.gen_length][: stop - start]
         ends = constraint.accepted
         for token in reversed(self.template[len(canvas) :]):
@@ -661,7 +655,8 @@ class Decoding:
             )
         # Gumbel-max: argmax of exp(logits) / (-log u)^T
         (best, second), tokens = self.noisy(row, position).topk(2)
-        token, token_gap = int(tokens[0]), gap(float(best), float(second))
+        token = int(tokens[0])
+        token_gap = gap(float(best), float(second))
         held = self.held.get(position)
         if held is not None:
             token, token_gap = held, math.inf
@@ -739,11 +734,9 @@ class Decoding:
             -entry.confidence for entry in scored
         ]  # of some policies the entropies, ascending
         if self.factor is not None:
-            values, bound, strict = (
-                [(n + 1) * (1 + d) for n, d in enumerate(doubts, 1)],
-                self.factor,
-                True,
-            )
+            values = [(n + 1) * (1 + d) for n, d in enumerate(doubts, 1)]
+            bound = self.factor
+            strict = True
         elif self.entropy_bound is not None:  # the last of a set is its largest
             sums = [sum(doubts[:n]) for n in range(len(doubts))]
             values = [

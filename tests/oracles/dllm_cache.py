@@ -34,7 +34,8 @@ def most_changed(
     """The ``count`` rows of ``[rows, ...]`` whose values differ most from the cached
     ones, sorted: in direction, or by their distance; and the difference of similarity
     between the last of them and the first one left out."""
-    a, b = fresh.double().flatten(1), cached.double().flatten(1)
+    a = fresh.double().flatten(1)
+    b = cached.double().flatten(1)
     if metric == "l2":
         similarity = -(a - b).square().sum(-1) / (2 * b.square().sum(-1).max())
     else:
@@ -106,10 +107,8 @@ class AdaptiveCache:
         """
         model, length, prompt_length = self.model, self.run.length, len(self.run.prompt)
         prompt_due, response_due = self.due()
-        prompt, response = (
-            list(range(prompt_length)),
-            list(range(prompt_length, self.run.cut)),
-        )
+        prompt = list(range(prompt_length))
+        response = list(range(prompt_length, self.run.cut))
         live = (
             prompt_length - model.is_dream
         )  # Dream's last prompt row predicts the first token of the response

@@ -38,7 +38,8 @@ class PlainFocus:
         run, stored = self.run, 0
         for step in run.passes():
             length = run.block_length
-            start, stop = run.window[0] // length * length, run.window[1]
+            start = run.window[0] // length * length
+            stop = run.window[1]
             masked = run.masked(start, stop)
             finished = range(0)
             if step == 0:
@@ -65,14 +66,16 @@ class PlainFocus:
 
     def forward(self, rows: list[int], masked: list[int]) -> torch.Tensor:
         """Logits of the rows that reach the last layer."""
-        x, importance = self.model.embed(self.run.canvas)[rows], torch.zeros(0)
+        x = self.model.embed(self.run.canvas)[rows]
+        importance = torch.zeros(0)
         evicts = self.select != "none" and len(masked) > self.keep
         read = rows[-1] + 1
         for number, layer in enumerate(self.model.layers):
             q, k, v = self.model.qkv(layer, x, rows)
             self.buffer.k[number, rows], self.buffer.v[number, rows] = k, v
             if number < 2 and evicts:
-                before, importance = importance, self.importance(q, k, rows, masked)
+                before = importance
+                importance = self.importance(q, k, rows, masked)
             if number == 1 and evicts:
                 kept = self.kept(masked, (importance - before).tolist())
                 own = [i for i, row in enumerate(rows) if row in kept]

@@ -135,10 +135,8 @@ class Texts:
             indices = [
                 t for t in range(len(read)) if ends[t] <= last and first < ends[t + 1]
             ]
-            tokens, predicting = (
-                [read[t] for t in indices],
-                [rows[t - 1] for t in indices if t > 0],
-            )
+            tokens = [read[t] for t in indices]
+            predicting = [rows[t - 1] for t in indices if t > 0]
             before = None if places[i] is None else shown[ends[indices[0]] : places[i]]
             judged.append(
                 Judged(

@@ -99,7 +99,8 @@ def voters_of(scorer: str, run: Decoding, window: int = SNAPKV_WINDOW) -> list[i
     if scorer == "mask_voting":
         return masks
     i = ["first", "second", "third", "last"].index(scorer.removeprefix("mask_voting_"))
-    first, stop = i * len(masks) // 4, (i + 1) * len(masks) // 4
+    first = i * len(masks) // 4
+    stop = (i + 1) * len(masks) // 4
     return masks[first:stop] or [masks[first]]
 
 
@@ -207,10 +208,8 @@ class MaskKVCache(AdaptiveCache):
         )
         assert self.layer_budget in ("boundary", "uniform", "squeeze")
         if self.kv_budget >= self.prompt_length:
-            self.budgets, self.head_budget = (
-                [self.prompt_length] * num_layers,
-                "uniform",
-            )
+            self.budgets = [self.prompt_length] * num_layers
+            self.head_budget = "uniform"
         elif self.layer_budget == "uniform":
             self.budgets = [self.kv_budget] * num_layers
         else:
@@ -251,15 +250,14 @@ class MaskKVCache(AdaptiveCache):
         if (
             self.scorer == "mean_query"
         ):  # one query for each KV head, which looks at the prompt alone
-            keys, of_block = (
-                keys[: self.prompt_length],
-                q[slice(*self.run.window)].mean(0, keepdim=True),
-            )
+            keys = keys[: self.prompt_length]
+            of_block = q[slice(*self.run.window)].mean(0, keepdim=True)
             voters = of_block.unflatten(1, (keys.shape[1], -1)).mean(2)
         else:
             voters = q[voters_of(self.scorer, self.run)]
         votes = votes_of(voters, keys, self.prompt_length)
-        masses, budget = votes.double().sum(-1).tolist(), self.budgets[number]
+        masses = votes.double().sum(-1).tolist()
+        budget = self.budgets[number]
         if self.head_budget == "adaptive":
             keep = adaptive_budgets(votes, budget)
             self.run.largest(
@@ -278,7 +276,8 @@ class MaskKVCache(AdaptiveCache):
             recent = {"snapkv": min(SNAPKV_WINDOW, count), "h2o": count // 2}.get(
                 self.scorer, 0
             )
-            border, count = self.prompt_length - recent, count - recent
+            border = self.prompt_length - recent
+            count = count - recent
             ranked = torch.tensor(
                 pooled(votes[g, :border].tolist(), self.pool_kernel_size),
                 dtype=torch.float64,

@@ -103,10 +103,8 @@ class PlainModel:
             tensors.update(
                 {name: tensor.float() for name, tensor in load_file(file).items()}
             )
-        self.is_dream, is_llada2 = (
-            c["architectures"] == ["DreamModel"],
-            c["model_type"] == "llada2_moe",
-        )
+        self.is_dream = c["architectures"] == ["DreamModel"]
+        is_llada2 = c["model_type"] == "llada2_moe"
         self.block_length: int | None = c.get("block_size", 32 if is_llada2 else None)
         """Of the blocks that attention goes by."""
         self.whole_blocks = c["architectures"] != ["StableDiffcoderForCausalLM"]
@@ -126,16 +124,12 @@ class PlainModel:
                 c[f"n_{name}"] for name in ("heads", "kv_heads", "layers")
             )
             root = "model.transformer."
-            embedding, norm, head, layer = (
-                root + "wte",
-                root + "ln_f",
-                root + "ff_out",
-                root + "blocks.{}.",
-            )
-        self.embedding, self.norm = (
-            tensors[f"{embedding}.weight"],
-            tensors[f"{norm}.weight"],
-        )
+            embedding = root + "wte"
+            norm = root + "ln_f"
+            head = root + "ff_out"
+            layer = root + "blocks.{}."
+        self.embedding = tensors[f"{embedding}.weight"]
+        self.norm = tensors[f"{norm}.weight"]
         tied = c["tie_word_embeddings" if transformers_names else "weight_tying"]
         self.head = self.embedding if tied else tensors[f"{head}.weight"]
         self.layers = []
@@ -192,10 +186,8 @@ class PlainModel:
             )
         )
         if "q_norm" in layer.weights:
-            q, k = (
-                self._rms_norm(q, layer.weights["q_norm"]),
-                self._rms_norm(k, layer.weights["k_norm"]),
-            )
+            q = self._rms_norm(q, layer.weights["q_norm"])
+            k = self._rms_norm(k, layer.weights["k_norm"])
         return self._rotate(q, positions), self._rotate(k, positions), v
 
     def attention(
@@ -222,7 +214,8 @@ class PlainModel:
 
     def mlp(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
         """What the MLP adds to rows."""
-        y, w = self._rms_norm(x, layer.weights["mlp_norm"]), layer.weights
+        y = self._rms_norm(x, layer.weights["mlp_norm"])
+        w = layer.weights
 
         def gated(y: torch.Tensor, prefix: str) -> torch.Tensor:
             gate = y @ w[f"{prefix}gate"].T
@@ -254,7 +247,8 @@ class PlainModel:
         a row at a time. LLaDA2.2: the rows of a block go through the experts that are
         the best for any of them."""
         c, all_shares, chosen = self.config, [], []
-        capacity, length = c.get("expert_capacity"), self.block_length
+        capacity = c.get("expert_capacity")
+        length = self.block_length
         for i, scores in enumerate(logits.sigmoid()):
             biased = (scores + bias).tolist()
             size = len(biased) // c["n_group"]
@@ -318,9 +312,7 @@ class PlainModel:
         half = turned // 2
         speed, scale = rope_speeds(self.config, turned, self.longest)
         angle = torch.tensor(list(positions), dtype=torch.float64)[:, None] * speed
-        cos, sin = (
-            (angle.cos() * scale).float()[:, None],
-            (angle.sin() * scale).float()[:, None],
-        )
+        cos = (angle.cos() * scale).float()[:, None]
+        sin = (angle.sin() * scale).float()[:, None]
         a, b = x[..., :half], x[..., half:]
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)

@@ -28,11 +28,9 @@ def plain_sparse(
     **options: Any,
 ) -> None:
     run.window_alone = True
-    buffer, refreshes, num_layers = (
-        Buffer(run),
-        Refreshes(run, **options),
-        len(run.model.layers),
-    )
+    buffer = Buffer(run)
+    refreshes = Refreshes(run, **options)
+    num_layers = len(run.model.layers)
     retained_by_block = run.traces["retained_positions"] = []
     kept: list[list[int]] = [[]] * num_layers
     due = True
@@ -57,10 +55,8 @@ def plain_sparse(
             rows = refreshes.renewed()
         logits = buffer.forward(rows, *(sorted({*k, *rows}) for k in kept))
         if step == update_delay:
-            old, new = (
-                refreshes.never_renewed(),
-                [p for p in refreshes.renewed() if p not in block],
-            )
+            old = refreshes.never_renewed()
+            new = [p for p in refreshes.renewed() if p not in block]
             behind = block[-1] if scope == "prefix" else run.length
             candidates = [[p for p in part if p < behind] for part in (old, new)]
             always = [p for p in (old if due else []) + new if p > behind]
@@ -70,7 +66,8 @@ def plain_sparse(
             for number, (keys, q) in enumerate(
                 zip(buffer.k, buffer.queries, strict=True)
             ):
-                of_block, votes = q[[list(rows).index(p) for p in block]], None
+                of_block = q[[list(rows).index(p) for p in block]]
+                votes = None
                 if scorer != "mean_query":  # such methods compute the whole canvas
                     votes = votes_of(
                         q[voters_of(scorer, run, observation_window)],

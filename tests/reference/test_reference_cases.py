@@ -87,14 +87,13 @@ def test_switches_against_early_end_tokens(
         "confidence_eos_eot_inf",
     )
     fields = {name: asked[name] for name in names if name in asked}
-    llm, model = (
-        engines(reference_checkpoints / case["model"]),
-        PlainModel(reference_checkpoints / case["model"]),
-    )
+    llm = engines(reference_checkpoints / case["model"])
+    model = PlainModel(reference_checkpoints / case["model"])
     for ours, theirs in ENDS.items():
         config = llm.llm_engine.vllm_config.model_config.hf_config
         monkeypatch.setattr(config, ours, asked[theirs], raising=False)
-    model.end_tokens, model.turn_ends = [asked["eos_token_id"]], [asked["eot_token_id"]]
+    model.end_tokens = [asked["eos_token_id"]]
+    model.turn_ends = [asked["eot_token_id"]]
     found: list[Any] = answers(llm, [(prompt, fields)])
     for answer in (*found, decode(model, prompt, **fields)):
         assert (prompt + answer.tokens, answer.order) == (

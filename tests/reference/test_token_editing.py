@@ -54,7 +54,8 @@ def response_of(case: Case) -> list[int]:
 def rows_fed(case: Case, num_passes: int) -> list[list[int]]:
     """A block is fed whole in each of its passes, and once more in front of the next
     block's first pass, unless its last pass saw its final tokens."""
-    prompt, length = len(case["prompt_ids"]), case["fields"]["block_length"]
+    prompt = len(case["prompt_ids"])
+    length = case["fields"]["block_length"]
     rows, kept, block = [], 0, prompt // length * length
     settled = iter(case["settled"])
     for unmasked in case["unmasked_per_step"][:num_passes]:
@@ -150,10 +151,8 @@ def test_any_mix_of_requests_in_any_order_with_some_aborted(
         "enable_prefix_caching": False,
     }
     small = engines(reference_checkpoints / MODEL, **settings)
-    prompts, params = (
-        [case["prompt_ids"] for case in cases],
-        [params_of(case["fields"]) for case in cases],
-    )
+    prompts = [case["prompt_ids"] for case in cases]
+    params = [params_of(case["fields"]) for case in cases]
     joins = [0, *(draw.randrange(40) for _ in cases[1:])]
     scheduler = scheduler_of(small)
     with mock.patch.object(scheduler, "_preempt", wraps=scheduler._preempt) as preempt:
@@ -212,16 +211,15 @@ def writes_of(case: Case) -> list[dict[int, int]]:
 
 def test_steps_show_edits_and_nothing_is_sent_before_its_block_ends(llm):
     case = next(case for case in CASES if case["name"] == "token_editing-06")
-    params, start = (
-        params_of(case["fields"] | {"stream_granularity": "step"}),
-        len(case["prompt_ids"]),
-    )
+    params = params_of(case["fields"] | {"stream_granularity": "step"})
+    start = len(case["prompt_ids"])
     llm.llm_engine.add_request("one", {"prompt_token_ids": case["prompt_ids"]}, params)
     canvas: dict[int, int] = {}
     end = start + case["fields"]["gen_length"]
     for written in writes_of(case):
         (output,) = llm.llm_engine.step()
-        block, sent = output.outputs[0].provisional, output.outputs[0].token_ids
+        block = output.outputs[0].provisional
+        sent = output.outputs[0].token_ids
         canvas |= {
             position: token for position, token in written.items() if position < end
         }

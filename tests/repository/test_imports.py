@@ -81,11 +81,9 @@ SHARED = (
     "dllm_engine.request_options",
     "dllm_engine.text",
 )
-KERNELS, SCHEDULER, MODEL_EXECUTOR = (
-    "dllm_engine.kernels",
-    "dllm_engine.scheduler",
-    "dllm_engine.model_executor",
-)
+KERNELS = "dllm_engine.kernels"
+SCHEDULER = "dllm_engine.scheduler"
+MODEL_EXECUTOR = "dllm_engine.model_executor"
 CACHE_METHODS = "dllm_engine.cache_methods"
 DECODING = (
     "dllm_engine.decoding",
@@ -213,7 +211,8 @@ def brought_by_vllm() -> set[str]:
 
 @pytest.mark.parametrize("folders", [PACKAGE, OTHERS], ids=["package", "others"])
 def test_every_import_is_declared(folders):
-    distributions, allowed = packages_distributions(), declared() | brought_by_vllm()
+    distributions = packages_distributions()
+    allowed = declared() | brought_by_vllm()
     # Scripts of one folder import one another.
     known = {folder.name for folder in CHECKOUT.iterdir()} | set(
         sys.stdlib_module_names

@@ -44,7 +44,8 @@ def wheel(tmp_path_factory) -> Path:
     """The wheel of the source distribution, built from a copy so that the checkout
     stays clean.
     """
-    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    source = tmp_path_factory.mktemp("source")
+    folder = tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(CHECKOUT / name, source)
     for name in ("dllm_engine", *ROOMS):

@@ -108,11 +108,9 @@ def test_no_request_needs_more_pages_than_the_longest_or_holds_more_than_it_need
 ):
     for seed in range(100):
         draw = random.Random(seed)
-        page_size, heads, ranks = (
-            draw.randint(1, 9),
-            draw.choice([1, 2, 4]),
-            draw.randint(1, 2),
-        )
+        page_size = draw.randint(1, 9)
+        heads = draw.choice([1, 2, 4])
+        ranks = draw.randint(1, 2)
         engine = EngineOptions(
             cache_method=method,
             cache_options=draw_cache_options(draw, method),

@@ -53,14 +53,9 @@ def test_two_data_parallel_engines_answer_as_one_process(engines, servers):
             engines, examples, cache_method="sparse", page_size=32
         )
     ]
-    options = [
-        "--data-parallel-size",
-        "2",
-        "--max-model-len",
-        "512",
-        "--cache-method",
-        "sparse",
-    ]
+    options = (
+        "--data-parallel-size 2 --max-model-len 512 --cache-method sparse"
+    ).split()
     server = servers("dllm", "serve", "demo", *options)
     with ThreadPoolExecutor(len(examples)) as clients:
         answers = clients.map(lambda example: server.chat(example.prompt), examples)

@@ -135,7 +135,8 @@ async def hang_up(client: openai.AsyncOpenAI, ask: Ask, rng: random.Random) -> N
 
 
 def test_answers_under_load_are_those_given_alone(servers):
-    url, rng = servers("dllm", *DEMO_SERVER).url, random.Random(1)
+    url = servers("dllm", *DEMO_SERVER).url
+    rng = random.Random(1)
     asks = [draw_ask(rng) for _ in range(40)]
 
     async def run():

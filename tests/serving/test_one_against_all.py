@@ -162,11 +162,9 @@ def test_a_request_does_not_hold_up_those_of_others(servers, kind):
 
     async def run():
         async with client_of(servers) as client, client_of(servers) as attacker:
-            alone, beside, end = (
-                await seconds_alone(client),
-                [],
-                time.perf_counter() + SECONDS,
-            )
+            alone = await seconds_alone(client)
+            beside = []
+            end = time.perf_counter() + SECONDS
             attack = asyncio.create_task(attacker.post(path, json=body))
             await asyncio.sleep(0.1)
             while time.perf_counter() < end and (not attack.done() or not beside):

@@ -274,11 +274,9 @@ def test_other_tools_than_those_called_are_answered_as_ever(openai):
 
 
 def test_others_are_served_while_an_automaton_is_built(client, monkeypatch):
-    building, answered, build_apart = (
-        threading.Event(),
-        threading.Event(),
-        automata._build_apart,
-    )
+    building = threading.Event()
+    answered = threading.Event()
+    build_apart = automata._build_apart
 
     def build_when_another_is_answered(*args):
         building.set()

@@ -192,11 +192,9 @@ def test_formats(name):
 @pytest.mark.parametrize("kind", ["integer", "number"])
 def test_bounds_of_numbers(kind, told):
     schema = {"type": kind, **told}
-    validator, automaton, choice = (
-        Draft202012Validator(schema),
-        of_schema(schema),
-        random.Random(0),
-    )
+    validator = Draft202012Validator(schema)
+    automaton = of_schema(schema)
+    choice = random.Random(0)
     for _ in range(100):
         validator.validate(json.loads(walk(automaton, TOKENS, choice, 12)))
     for hundredths in range(-500, 12_000):
@@ -211,7 +209,8 @@ def nested(depth: int) -> bytes:
 
 
 def test_any_object():
-    automaton, choice = built("json_object", ""), random.Random(0)
+    automaton = built("json_object", "")
+    choice = random.Random(0)
     for _ in range(20):
         assert isinstance(json.loads(walk(automaton, TOKENS, choice, 60)), dict)
     assert accepts(automaton, list(nested(OBJECT_DEPTH)))

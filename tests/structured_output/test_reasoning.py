@@ -143,7 +143,8 @@ def test_every_parser_sees_that_the_prompt_has_ended_reasoning(name, has_markers
         parser = parser_class(tokenizer).reasoning_parser
     except Exception:  # vLLM refuses it when the server starts
         return
-    start, end = parser.reasoning_start_str or "", parser.reasoning_end_str
+    start = parser.reasoning_start_str or ""
+    end = parser.reasoning_end_str
     if end is None:
         return
     for turn in (f"{start}So.{end}", f"{end}{start}So.{end}\n\nHe"):

@@ -42,7 +42,8 @@ def answer_of(
     may have ended. ``num_given``: its tokens that a template gave. ``whole_text``:
     whether a constraint asks for one."""
     (completion,) = output.outputs
-    figures, tokens = completion.diffusion, list(completion.token_ids)
+    figures = completion.diffusion
+    tokens = list(completion.token_ids)
     whole = list(range(len(output.prompt_token_ids) + (gen_length or len(tokens))))
     computed = [whole if rows is None else rows for rows in figures.computed_positions]
     order = figures.unmasked_per_step
@@ -74,10 +75,8 @@ def answers(
     ``draw``: they join at random steps, and page memory holds NaN wherever nothing has
     been written for a request; otherwise they run together."""
     llm.reset_prefix_cache()
-    prompts, params = (
-        [prompt for prompt, _ in requests],
-        [params_of(asked) for _, asked in requests],
-    )
+    prompts = [prompt for prompt, _ in requests]
+    params = [params_of(asked) for _, asked in requests]
     if draw is None:
         outputs = generate(llm, prompts, params)
         assert_nothing_left(llm)

@@ -88,7 +88,8 @@ def walk(
         if count >= most:
             alive = [kind for kind in alive if need[followers[kind]] < need[state]]
         kind = choice.choice(alive)
-        state, text = int(followers[kind]), text + tokens[choice.choice(members[kind])]
+        state = int(followers[kind])
+        text = text + tokens[choice.choice(members[kind])]
     raise AssertionError("no end")
 
 

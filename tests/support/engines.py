@@ -79,6 +79,19 @@ def start_engine(model: Path | str, **settings: Any) -> LLM:
     return keep(LLM(str(model), **(defaults | settings)))
 
 
+def refuse_start(model: Path | str, *fragments: str, **settings: Any) -> None:
+    """An engine does not start, and says why in one short sentence that holds all
+    ``fragments``.
+    """
+    with pytest.raises(ValueError) as error:
+        start_engine(model, **settings)
+    message = str(error.value)
+    for fragment in fragments:
+        assert fragment in message, message
+    assert "\n" not in message
+    assert len(message) < 1000
+
+
 def keep(llm: Any) -> Any:
     """Return an engine that lives as long as the process: one that ends, or whose
     memory is collected, takes vLLM's process groups from all others."""

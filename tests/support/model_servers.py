@@ -13,7 +13,8 @@ from tests.support import tiny_checkpoints
 from tests.support.server import Server, ServerFactory
 
 KEY = "open-sesame"
-WORD, MARKUP = "Hal", "<img src=x onerror=window.ran=1><script>window.ran=1</script>"
+WORD = "Hal"
+MARKUP = "<img src=x onerror=window.ran=1><script>window.ran=1</script>"
 """The model copies the word, and its tokenizer writes the markup instead."""
 PAGE_SIZE = 8
 
@@ -41,7 +42,7 @@ def keyed_server(servers: ServerFactory) -> Server:
         "--api-key",
         KEY,
     ]
-    flags += ["--served-model-name", "demo", "--max-model-len", "512"]
+    flags += "--served-model-name demo --max-model-len 512".split()
     return servers(
         "dllm", "serve", str(model), *flags, logging_level="INFO", preloaded=False
     )
@@ -51,7 +52,8 @@ def blocks_server(servers: ServerFactory) -> Server:
     """A random model with blocks of 4 that writes the demo model's tokens. Its memory
     holds one request of the longest and a quarter, so that requests side by side are
     preempted."""
-    model, demo = servers.folder / "blocks", Path(model_path("demo"))
+    model = servers.folder / "blocks"
+    demo = Path(model_path("demo"))
     if not model.exists():
         same = {
             name: json.loads((demo / "config.json").read_text())[name]
@@ -71,21 +73,14 @@ def blocks_server(servers: ServerFactory) -> Server:
         )
         for file in demo.glob("tokenizer*"):
             shutil.copy(file, model)
-    flags = [
-        "--page-size",
-        str(PAGE_SIZE),
-        "--max-model-len",
-        "256",
-        "--enable-prompt-tokens-details",
-        "--trace",
-    ]
+    flags = (
+        f"--page-size {PAGE_SIZE} --max-model-len 256 "
+        "--enable-prompt-tokens-details --trace"
+    ).split()
     # Pages of 2 layers and 2 KV heads of 24 numbers.
-    flags += [
-        "--dtype",
-        "float32",
-        "--kv-cache-memory-bytes",
-        str(80 * 2 * PAGE_SIZE * 2 * 24 * 4),
-    ]
+    flags += (
+        f"--dtype float32 --kv-cache-memory-bytes {80 * 2 * PAGE_SIZE * 2 * 24 * 4}"
+    ).split()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_SERVER_DEV_MODE", "1")  # for `/reset_prefix_cache`
         return servers(

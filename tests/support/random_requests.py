@@ -204,7 +204,8 @@ def random_automaton(
     draw: random.Random, vocab_size: int, never: set[int]
 ) -> Automaton:
     """``never``: tokens of no class."""
-    num_states, num_classes = draw.randrange(1, 6), draw.randrange(1, 7)
+    num_states = draw.randrange(1, 6)
+    num_classes = draw.randrange(1, 7)
     class_of = [
         -1 if token in never else draw.randrange(-1, num_classes)
         for token in range(vocab_size)

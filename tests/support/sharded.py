@@ -50,7 +50,8 @@ def watch_pages(llm: LLM) -> list[tuple[int, int, int]]:
     engine runs.
     """
     scheduler, seen = scheduler_of(llm), []
-    update, pages = scheduler.update_from_output, scheduler.pages
+    update = scheduler.update_from_output
+    pages = scheduler.pages
 
     def counting(*args):
         planned = pages.num_reserved

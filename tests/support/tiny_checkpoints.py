@@ -230,12 +230,11 @@ def _llada_tensors(c: Config, draw: "_Draw") -> Tensors:
 
 
 def _other_tensors(c: Config, draw: "_Draw") -> Tensors:
-    d, heads, kv_heads = (
-        c["hidden_size"],
-        c["num_attention_heads"],
-        c["num_key_value_heads"],
-    )
-    head_dim, is_llada2 = c.get("head_dim", d // heads), c["model_type"] == "llada2_moe"
+    d = c["hidden_size"]
+    heads = c["num_attention_heads"]
+    kv_heads = c["num_key_value_heads"]
+    head_dim = c.get("head_dim", d // heads)
+    is_llada2 = c["model_type"] == "llada2_moe"
     embedding = (
         "model.word_embeddings.weight" if is_llada2 else "model.embed_tokens.weight"
     )

@@ -62,7 +62,8 @@ def test_a_norm_without_weights_reads_none(monkeypatch, dtype, compiled):
     """
     if not compiled:
         monkeypatch.setattr(torch.ops, "_C", object())
-    norm, x = norm_of(64, dtype, has_weight=False), torch.randn(9, 64).to(DEVICE, dtype)
+    norm = norm_of(64, dtype, has_weight=False)
+    x = torch.randn(9, 64).to(DEVICE, dtype)
     norm.weight.fill_(torch.nan)
     expected = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
     torch.testing.assert_close(

@@ -16,7 +16,7 @@ from dllm_engine.demo import model_path
 from dllm_engine.model_executor.loading.files import check_files, check_safetensors
 from dllm_engine.model_executor.models.configs import parse_config
 from tests.support import tiny_checkpoints
-from tests.support.engines import start_engine, tokens_of
+from tests.support.engines import refuse_start, tokens_of
 
 FAMILIES = ("llada", "dream", "llada_moe", "sdar_moe", "illada", "llada2")
 LLADA, DREAM, MOE, SDAR_MOE, ILLADA, LLADA2 = (
@@ -184,27 +184,6 @@ def test_the_architecture_may_be_left_out():
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ("{", "cannot be read"),
-        (None, "holds no config.json"),
-        (json.dumps(LLADA | {"mlp_hidden_size": 0}), "config.json: mlp_hidden_size=0"),
-    ],
-    ids=["damaged", "missing", "zero"],
-)
-def test_a_damaged_checkpoint_is_refused_by_the_engine(tmp_path, config, message):
-    folder = tiny_checkpoints.write("llada", tmp_path)
-    (folder / "config.json").unlink()
-    if config is not None:
-        (folder / "config.json").write_text(config)
-    with pytest.raises(ValueError) as caught:
-        start_engine(folder)
-    assert message in str(caught.value)
-    assert str(folder) in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"of_the_future": 1}, "of_the_future=1: not known of SDAR"),
@@ -249,129 +228,82 @@ def as_a_pipe(folder):
     os.mkfifo(folder / "model.safetensors")
 
 
-def index_of(places):
-    return lambda folder: (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": places})
-    )
+CONFIG, GENERATION = "config.json", "generation_config.json"
+INDEX = "model.safetensors.index.json"
+LONG = "k" * 1_000_000
 
 
-def text_of(name, text):
-    return lambda folder: (folder / name).write_text(text)
+def places(where) -> str:
+    return json.dumps({"weight_map": where})
 
 
 @pytest.mark.parametrize(
-    ("damage", "fragments"),
+    ("name", "text", "message"),
     [
+        (CONFIG, "{", "cannot be read"),
+        (CONFIG, json.dumps(LLADA | {"mlp_hidden_size": 0}), "mlp_hidden_size=0"),
+        (CONFIG, json.dumps(LLADA | {LONG: 1}), "not known of LLaDA"),
         (
-            text_of("config.json", json.dumps(LLADA | {"k" * 1_000_000: 1})),
-            ("config.json: kkk", "not known of LLaDA"),
+            CONFIG,
+            json.dumps(LLADA | {"rope_parameters": {LONG: 1}}),
+            "not known of RoPE",
         ),
+        (CONFIG, json.dumps(LLADA | {"model_type": LONG}), "is not a supported"),
         (
-            text_of(
-                "config.json",
-                json.dumps(LLADA | {"rope_parameters": {"k" * 1_000_000: 1}}),
-            ),
-            ("not known of RoPE",),
+            CONFIG,
+            json.dumps(LLADA | {"quantization_config": {"quant_method": LONG}}),
+            "quant_method must be a name",
         ),
+        (CONFIG, "[7]", "must hold a JSON object"),
+        (CONFIG, '{"a":' * 100_000, "too deeply"),
+        (CONFIG, r'{"x": "\ud800"}', "surrogates"),
+        (GENERATION, '{"temp', "cannot be read"),
+        (GENERATION, "[]", "must hold a JSON object"),
+        (GENERATION, '{"temperature": [1]}', "temperature=[1]"),
+        (GENERATION, '{"temperature": 1' + "0" * 400 + "}", "temperature=1"),
+        (GENERATION, '{"temperature": -1}', "temperature=-1"),
+        (GENERATION, '{"top_p": 7}', "top_p=7"),
+        (GENERATION, '{"top_k": 1.5}', "top_k=1.5"),
+        (GENERATION, '{"max_new_tokens": -3}', "max_new_tokens=-3"),
+        (GENERATION, '{"eos_token_id": "x"}', "eos_token_id='x'"),
+        (GENERATION, '{"presence_penalty": "x"}', "presence_penalty='x'"),
+        (GENERATION, '{"frequency_penalty": NaN}', "frequency_penalty=nan"),
         (
-            text_of("config.json", json.dumps(LLADA | {"model_type": "m" * 1_000_000})),
-            ("is not a supported",),
+            GENERATION,
+            '{"do_sample": 1, "pad_token_id": "x"}',
+            "pad_token_id='x' cannot be read: TypeError",
         ),
-        (
-            text_of(
-                "config.json",
-                json.dumps(
-                    LLADA | {"quantization_config": {"quant_method": "q" * 1_000_000}}
-                ),
-            ),
-            ("config.json: quantization_config=", "quant_method must be a name"),
-        ),
-        (text_of("config.json", "[7]"), ("config.json", "must hold a JSON object")),
-        (text_of("config.json", '{"a":' * 100_000), ("config.json", "too deeply")),
-        (
-            text_of("generation_config.json", '{"temp'),
-            ("generation_config.json", "cannot be read"),
-        ),
-        (
-            text_of("generation_config.json", "[]"),
-            ("generation_config.json", "must hold a JSON object"),
-        ),
-        (
-            text_of("generation_config.json", '{"temperature": [1]}'),
-            ("generation_config.json", "temperature=[1]"),
-        ),
-        (
-            text_of("generation_config.json", '{"temperature": 1' + "0" * 400 + "}"),
-            ("generation_config.json", "temperature=1"),
-        ),
-        (
-            text_of("generation_config.json", '{"temperature": -1}'),
-            ("generation_config.json", "temperature=-1"),
-        ),
-        (
-            text_of("generation_config.json", '{"top_p": 7}'),
-            ("generation_config.json", "top_p=7"),
-        ),
-        (
-            text_of("generation_config.json", '{"top_k": 1.5}'),
-            ("generation_config.json", "top_k=1.5"),
-        ),
-        (
-            text_of("generation_config.json", '{"max_new_tokens": -3}'),
-            ("generation_config.json", "max_new_tokens=-3"),
-        ),
-        (
-            text_of("generation_config.json", '{"eos_token_id": "x"}'),
-            ("generation_config.json", "eos_token_id='x'"),
-        ),
-        (
-            text_of("generation_config.json", '{"presence_penalty": "x"}'),
-            ("generation_config.json", "presence_penalty='x'"),
-        ),
-        (
-            text_of("generation_config.json", '{"frequency_penalty": NaN}'),
-            ("generation_config.json", "frequency_penalty=nan"),
-        ),
-        (
-            text_of("generation_config.json", '{"do_sample": 1, "pad_token_id": "x"}'),
-            ("generation_config.json", "pad_token_id='x' cannot be read: TypeError"),
-        ),
-        (text_of("config.json", r'{"x": "\ud800"}'), ("config.json", "surrogates")),
-        (
-            text_of("special_tokens_map.json", "[1]"),
-            ("special_tokens_map.json", "must hold a JSON object"),
-        ),
-        (text_of("added_tokens.json", "{"), ("added_tokens.json", "cannot be read")),
-        (text_of("tokenizer.json", "{"), ("tokenizer.json", "cannot be read")),
-        (
-            text_of("model.safetensors.index.json", "{"),
-            ("index.json", "cannot be read"),
-        ),
-        (index_of([1]), ("index.json", "weight_map=[1] must map tensors to files")),
-        (
-            index_of({"a": "../model.safetensors"}),
-            ("index.json", "which is no file of this folder"),
-        ),
-        (
-            index_of({"a": "gone.safetensors"}),
-            ("index.json", "'gone.safetensors', which is not in the folder"),
-        ),
-        (index_of({"a": "x" * 1_000_000}), ("index.json",)),
-        (as_a_pipe, ("model.safetensors", "no regular file")),
+        ("special_tokens_map.json", "[1]", "must hold a JSON object"),
+        ("added_tokens.json", "{", "cannot be read"),
+        ("tokenizer.json", "{", "cannot be read"),
+        (INDEX, "{", "cannot be read"),
+        (INDEX, places([1]), "weight_map=[1] must map tensors to files"),
+        (INDEX, places({"a": "../a"}), "which is no file of this folder"),
+        (INDEX, places({"a": "gone"}), "'gone', which is not in the folder"),
+        (INDEX, places({"a": LONG}), "not in the folder"),
+    ],
+)
+def test_a_damaged_file_is_named_in_a_short_sentence(tmp_path, name, text, message):
+    folder = tiny_checkpoints.write("llada", tmp_path)
+    (folder / name).write_text(text)
+    refuse_start(folder, f"{folder}/{name}", message)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / CONFIG).unlink(), "holds no config.json"),
+        (as_a_pipe, "model.safetensors is no regular file"),
         (
             lambda folder: edit_weights(folder, as_integers),
-            ("model.safetensors", "of type I32"),
+            "model.safetensors: 'model.transformer.blocks.0.attn_norm.weight' is of "
+            "type I32",
         ),
     ],
 )
-def test_a_damaged_file_is_named_in_a_short_sentence(tmp_path, damage, fragments):
+def test_a_damaged_folder_is_named(tmp_path, damage, message):
     damage(folder := tiny_checkpoints.write("llada", tmp_path))
-    with pytest.raises(ValueError) as caught:
-        start_engine(folder)
-    for fragment in (str(folder), *fragments):
-        assert fragment in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 1000
+    refuse_start(folder, str(folder), message)
 
 
 def with_keys(folder, **stated):
@@ -394,10 +326,8 @@ def with_keys(folder, **stated):
 def test_a_damaged_file_of_a_tokenizer_is_named(tmp_path, name, text, reason):
     folder = shutil.copytree(model_path("demo"), tmp_path / "model")
     (folder / name).write_text(text)
-    with pytest.raises(ValueError, match=f"{folder / name} cannot be read: ") as caught:
-        start_engine(folder, skip_tokenizer_init=False)
-    assert reason in str(caught.value)
-    assert "\n" not in str(caught.value)
+    said = f"{folder / name} cannot be read: "
+    refuse_start(folder, said, reason, skip_tokenizer_init=False)
 
 
 @pytest.mark.parametrize(
@@ -410,17 +340,13 @@ def test_a_damaged_file_of_a_tokenizer_is_named(tmp_path, name, text, reason):
 )
 def test_quantization_that_vllm_cannot_read_is_named(tmp_path, stated, reason):
     folder = tiny_checkpoints.write("llada", tmp_path, quantization_config=stated)
-    with pytest.raises(ValueError) as caught:
-        start_engine(folder)
-    assert f"{folder}/config.json: quantization_config=" in str(caught.value)
-    assert reason in str(caught.value)
-    assert len(str(caught.value)) < 1000
+    refuse_start(folder, f"{folder}/config.json: quantization_config=", reason)
 
 
 @pytest.mark.parametrize(
     ("num_layers", "message"),
     [
-        (1000, r"n_layers=1000, but the weights have 3"),
+        (1000, "n_layers=1000, but the weights have 3"),
         (1 << 24, "n_layers=16777216: Input should be less than or equal to 1024"),
     ],
 )
@@ -433,8 +359,8 @@ def test_more_layers_than_the_weights_have_are_refused_before_they_are_made(
         tensors["model.transformer.blocks.999.q_proj.weight"] = torch.ones(1)
 
     folder = tiny_checkpoints.write("llada", tmp_path, edit=add_last)
-    with pytest.raises(ValueError, match=rf"config\.json: {message}"):
-        start_engine(with_keys(folder, n_layers=num_layers))
+    with_keys(folder, n_layers=num_layers)
+    refuse_start(folder, f"config.json: {message}")
 
 
 GUIDE_DAMAGES = [
@@ -457,18 +383,15 @@ def test_a_guides_config_is_checked_as_the_models_is(
     tiny_llada, tmp_path, stated, message
 ):
     guide = with_keys(tiny_checkpoints.write_guide(tmp_path), **stated)
-    with pytest.raises(ValueError) as caught:
-        start_engine(tiny_llada, guide_model=str(guide))
-    assert f"{guide}/config.json: " in str(caught.value)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
+    said = f"{guide}/config.json: "
+    refuse_start(tiny_llada, said, message, guide_model=str(guide))
 
 
 def test_integer_weights_of_a_guide_are_named(tiny_llada, tmp_path):
     guide = tiny_checkpoints.write_guide(tmp_path)
     edit_weights(guide, as_integers)
-    with pytest.raises(ValueError, match=rf"{guide}/model\.safetensors: .*of type I32"):
-        start_engine(tiny_llada, guide_model=str(guide))
+    said = f"{guide}/model.safetensors: "
+    refuse_start(tiny_llada, said, "of type I32", guide_model=str(guide))
 
 
 @pytest.mark.parametrize(
@@ -477,24 +400,20 @@ def test_integer_weights_of_a_guide_are_named(tiny_llada, tmp_path):
         ({"n_layers": 1 << 24}, "n_layers=16777216"),
         (
             {"vocab_size": 1 << 24, "embedding_size": 1 << 24, "d_model": 1 << 16},
-            "its sizes make weights of .*TiB",
+            "its sizes make weights of ",
         ),
     ],
 )
 def test_random_weights_fit_the_machine(tmp_path, stated, message):
     folder = with_keys(tiny_checkpoints.write("llada", tmp_path), **stated)
-    with pytest.raises(ValueError, match=rf"{folder}/config\.json: {message}"):
-        start_engine(folder, load_format="dummy")
+    refuse_start(folder, f"{folder}/config.json: {message}", load_format="dummy")
 
 
 def test_a_tensor_in_two_files_is_named_with_both(tmp_path):
     folder = tiny_checkpoints.write("llada", tmp_path)
     copy = folder / "pytorch.safetensors"
     copy.write_bytes((folder / "model.safetensors").read_bytes())
-    with pytest.raises(
-        ValueError, match=rf"{copy} holds the tensor '.*', as model\.safetensors does"
-    ):
-        start_engine(folder)
+    refuse_start(folder, f"{copy} holds the tensor '", "', as model.safetensors does")
 
 
 @pytest.mark.parametrize(
@@ -513,11 +432,7 @@ def test_sizes_beyond_all_weights_are_refused_before_memory_is_taken(
     tmp_path, family, key
 ):
     folder = with_keys(tiny_checkpoints.write(family, tmp_path), **{key: 1 << 24})
-    with pytest.raises(
-        ValueError,
-        match=rf"config\.json: .*{key}=16777216.* is more than the \d+ numbers",
-    ):
-        start_engine(folder)
+    refuse_start(folder, "config.json: ", f"{key}=16777216", " is more than the ")
 
 
 @pytest.mark.parametrize(
@@ -533,17 +448,14 @@ def test_numbers_of_rope_are_finite(value):
 
 def test_a_cut_file_named_as_generation_config_is_named(tiny_llada, tmp_path):
     (tmp_path / "generation_config.json").write_text('{"temp')
-    with pytest.raises(
-        ValueError, match=rf"{tmp_path}/generation_config\.json cannot be read"
-    ):
-        start_engine(tiny_llada, generation_config=str(tmp_path))
+    said = f"{tmp_path}/generation_config.json cannot be read"
+    refuse_start(tiny_llada, said, generation_config=str(tmp_path))
 
 
 def test_blocks_that_exceed_the_context_are_refused(tiny_sdar):
-    with pytest.raises(
-        ValueError, match=r"block_size=256 of .* is more than max_model_len=128"
-    ):
-        start_engine(tiny_sdar, hf_overrides={"block_size": 256}, max_model_len=128)
+    said = "block_size=256 of ", " is more than max_model_len=128"
+    overrides = {"block_size": 256}
+    refuse_start(tiny_sdar, *said, hf_overrides=overrides, max_model_len=128)
 
 
 def test_files_that_are_not_the_models_do_not_stop_it(tmp_path):
@@ -587,8 +499,9 @@ def test_overrides_of_rope_scaling_take_the_older_key(tiny_sdar, key):
 
 def test_a_factor_without_a_type_is_refused(tiny_sdar):
     for key in ("rope_scaling", "rope_parameters"):
-        with pytest.raises(ValueError, match=r"factor=2\.0 of RoPE needs a rope_type"):
-            start_engine(tiny_sdar, hf_overrides={key: {"factor": 2.0}})
+        said = "factor=2.0 of RoPE needs a rope_type"
+        overrides = {"factor": 2.0}
+        refuse_start(tiny_sdar, said, hf_overrides={key: overrides})
 
 
 def test_defaults_that_follow_from_other_keys_follow_overrides():

@@ -169,14 +169,10 @@ def test_missing_scales_and_groups_out_of_order_are_named(
     """Groups by GPTQ's ``desc_act``, which the config does not tell of."""
     needs_kernels(scheme)
     quantized = quantize(plain["llada"], tmp_path / "quantized", scheme)
-    tensors, name = (
-        load_file(quantized / "model.safetensors"),
-        f"model.transformer.blocks.1.k_proj.{kind}",
-    )
-    tensor, fragments = (
-        tensors.pop(name),
-        (f"layers.1.qkv_proj.{kind}[k]", "lacks 1 tensor"),
-    )
+    tensors = load_file(quantized / "model.safetensors")
+    name = f"model.transformer.blocks.1.k_proj.{kind}"
+    tensor = tensors.pop(name)
+    fragments = (f"layers.1.qkv_proj.{kind}[k]", "lacks 1 tensor")
     if kind == "g_idx":
         tensors[name], fragments = tensor.flip(0).contiguous(), (name, "desc_act")
     save_file(tensors, quantized / "model.safetensors")
@@ -188,7 +184,8 @@ def test_missing_scales_and_groups_out_of_order_are_named(
 def test_experts_may_be_left_as_they_are(
     engines, request, tmp_path, family, at_load_time
 ):
-    settings, plain_model = {}, request.getfixturevalue(f"tiny_{family}")
+    settings = {}
+    plain_model = request.getfixturevalue(f"tiny_{family}")
     model = plain_model
     if at_load_time:
         settings = {

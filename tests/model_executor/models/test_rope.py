@@ -35,8 +35,10 @@ CASES += [(family, "yarn", more) for family in ("llada", "llada2") for more in Y
 
 def spellings(kind: str, base: float, **more: Any) -> dict[str, dict[str, Any]]:
     """Keys that state the same RoPE."""
-    theta, scaling = {"rope_theta": base}, SCALINGS[kind] | more
-    old, new = {"type": kind} | scaling, {"rope_type": kind} | scaling
+    theta = {"rope_theta": base}
+    scaling = SCALINGS[kind] | more
+    old = {"type": kind} | scaling
+    new = {"rope_type": kind} | scaling
     return {
         "rope_scaling with type": theta | {"rope_scaling": old},
         "rope_scaling": theta | {"rope_scaling": new},
