@@ -187,9 +187,8 @@ def main() -> None:
     settings = {
         "dtype": options.dtype,
         "gpu_memory_utilization": options.gpu_memory_utilization,
-    }
-    settings |= {"max_model_len": options.canvas, "max_num_seqs": max(options.batch)}
-    settings |= {
+        "max_model_len": options.canvas,
+        "max_num_seqs": max(options.batch),
         "max_num_batched_tokens": max(options.batch) * options.canvas,
         "kv_cache_memory_bytes": 1 << 30,
     }

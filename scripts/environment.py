@@ -195,17 +195,15 @@ class Environment:
             "install",
             "--python",
             self.python,
-        ]
-        command += [
             "--system-certs",
             "--no-build-isolation",
             "--index-strategy=unsafe-best-match",
-        ]
-        command += [
             "--only-binary=:all:",
             *(f"--no-binary={name}" for name in SOURCE_ONLY),
+            "--constraint",
+            CONSTRAINTS,
+            *arguments,
         ]
-        command += ["--constraint", CONSTRAINTS, *arguments]
         settings = subprocess.run(
             [self.python, "-m", "pip", "config", "list"],
             env=self.variables(),

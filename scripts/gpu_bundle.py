@@ -89,14 +89,10 @@ def download(folder: Path, *what: str) -> None:
         "--disable-pip-version-check",
         "--progress-bar=off",
         "--quiet",
-    ]
-    command += [
         "--only-binary=:all:",
         "--no-deps",
         "--implementation=cp",
         f"--python-version={PYTHON}",
-    ]
-    command += [
         *(f"--platform={platform}" for platform in PLATFORMS),
         f"--dest={folder}",
         *what,

@@ -47,8 +47,6 @@ def written(page: str) -> str:
         "request": request_table,
         "slow_fast": slow_fast_table,
         "engine": lambda: [*HEAD, *rows(EngineOptions)],
-    }
-    tables |= {
         "cache": cache_tables,
         "checkpoints": checkpoint_table,
         "papers": paper_tables,

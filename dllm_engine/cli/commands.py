@@ -29,8 +29,11 @@ COMMANDS = {
     "lm-eval": lm_eval,
     "tune": tune,
     "calibrate": calibrate,
+    "bench": bench,
+    "check": check,
+    "plan": plan,
+    "models": models,
 }
-COMMANDS |= {"bench": bench, "check": check, "plan": plan, "models": models}
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -174,9 +174,9 @@ def add_own_task_arguments(
     tasks = (
         f"tasks of the demo model ({', '.join(TASKS)}, or `{DEMO_TASKS}`, the default, "
         f"for all in a row; "
+        f"{' and '.join(DECISIONS)} with the rules passes=N, or others to generate the text), or "
+        '.jsonl files with lines {"prompt": "…", "answer": "…"}'
     )
-    tasks += f"{' and '.join(DECISIONS)} with the rules passes=N, or others to generate the text), or "
-    tasks += '.jsonl files with lines {"prompt": "…", "answer": "…"}'
     add_value(group, "--tasks", str, "NAME,…", tasks)
     add_value(
         parser,
@@ -188,8 +188,8 @@ def add_own_task_arguments(
     match = (
         "when a response to --tasks is right: it is the answer but for white space "
         "around it, it contains the "
+        "answer, or its last number is the answer's (default: %(default)s)"
     )
-    match += "answer, or its last number is the answer's (default: %(default)s)"
     parser.add_argument("--match", choices=MATCHES, default="exact", help=match)
 
 
@@ -206,8 +206,8 @@ def add_comparison_arguments(parser: argparse.ArgumentParser) -> None:
     rules = (
         "`one` for one token per step (the default), a policy such as "
         "`low_confidence`, NAME=VALUE with one of "
+        f"{', '.join(RULES)}, or guided=MODEL with a guide, and behind it +NAME=VALUE of other options"
     )
-    rules += f"{', '.join(RULES)}, or guided=MODEL with a guide, and behind it +NAME=VALUE of other options"
     add_value(group, "--unmasking-rules", str, "RULE,…", rules)
     add_decoding_arguments(
         parser, without=(*RULES, "unmasking", *GuideOptions.model_fields)

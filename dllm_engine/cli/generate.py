@@ -28,16 +28,14 @@ from dllm_engine.cli.engine import (
 from dllm_engine.text import is_text
 
 _SETTINGS = (
-    *(
-        "model",
-        "dtype",
-        "raw",
-        "cache_method",
-        "cache_option",
-        "engine_arg",
-        "guide_model",
-        "guide_tokens_per_token",
-    ),
+    "model",
+    "dtype",
+    "raw",
+    "cache_method",
+    "cache_option",
+    "engine_arg",
+    "guide_model",
+    "guide_tokens_per_token",
 )
 """Arguments that change responses, beside those about decoding; a run resumes only an
 output of the same ones.

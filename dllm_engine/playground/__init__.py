@@ -57,8 +57,8 @@ def add_route(app: Any, options: EngineOptions, family: ModelFamily) -> None:
     """Serve the page from a FastAPI ``app``. Attributes tell it the highest retention
     ratio of a request, whether it may ask for a trace, and whether attention goes by
     blocks."""
-    known = {"retention-ratio": getattr(options.cache, "retention_ratio", None)}
-    known |= {
+    known = {
+        "retention-ratio": getattr(options.cache, "retention_ratio", None),
         "trace": options.trace and "true",
         "by-blocks": family.attention == "block_causal" and "true",
     }

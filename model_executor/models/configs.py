@@ -200,8 +200,12 @@ class Config(PretrainedConfig):
 
 def config_class_for(family: ModelFamily, schema: type[CheckpointKeys]) -> type[Config]:
     """The config class of a family, whose keys are those of ``schema``."""
-    members: dict[str, Any] = {"model_type": family.model_type, "schema": schema}
-    members |= {"attribute_map": dict(family.key_names), "__module__": __name__}
+    members: dict[str, Any] = {
+        "model_type": family.model_type,
+        "schema": schema,
+        "attribute_map": dict(family.key_names),
+        "__module__": __name__,
+    }
     if "qk_layernorm" not in family.key_names:
         members["qk_layernorm"] = family.qk_norm
     return type(

@@ -34,8 +34,9 @@ PROMPTS = {
     "llada-tiny-a": "vanilla_llada",
     "dream-tiny-a": "vanilla_dream",
     "llada-moe-tiny-a": "vanilla_llada_moe",
+    "sdar-tiny-a": "block_sdar",
+    "llada2-moe-tiny-a": "block_llada2",
 }
-PROMPTS |= {"sdar-tiny-a": "block_sdar", "llada2-moe-tiny-a": "block_llada2"}
 """By model, the reference cases whose prompts are asked."""
 SHORT_PROMPTS = [[3, 17, 99, 4, 61], [8] * 21, [5, 6, 7]]
 """For other models."""
@@ -286,8 +287,6 @@ ASKED = [
     {},
     {"guided": False, "threshold": 0.9},
     {"guide_threshold": 0.8, "speculation_length": 5},
-]
-ASKED += [
     {"guide_top_k": 3, "guide_correction": True},
     {"guide_fallback": "draft"},
     {"guided": False},

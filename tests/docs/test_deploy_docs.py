@@ -105,8 +105,9 @@ def test_a_row_of_quantized_models_is_that_of_the_plans(row):
         "model": MODELS[model],
         "quantization": WEIGHTS[weights],
         "max_num_batched_tokens": 2048,
+        "prompt": int(prompt),
+        "response": int(response),
     }
-    settings |= {"prompt": int(prompt), "response": int(response)}
 
     def requests(method, size):
         options = EngineOptions(cache_method=method)

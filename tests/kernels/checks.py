@@ -336,8 +336,6 @@ class CompilesForCuda:
             torch.bfloat16: "*bf16",
             torch.float16: "*fp16",
             torch.float32: "*fp32",
-        }
-        types |= {
             torch.int32: "*i32",
             torch.int64: "*i64",
             torch.float64: "*fp64",

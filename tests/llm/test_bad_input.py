@@ -145,8 +145,6 @@ ODD = [
     2**31,
     10**12,
     2**63,
-]
-ODD += [
     10**400,
     "x",
     "1",
@@ -160,8 +158,11 @@ ODD += [
     {},
     {"a": 1},
     {1: "x"},
+    np.int64(1),
+    np.float64(0.5),
+    np.True_,
+    1j,
 ]
-ODD += [np.int64(1), np.float64(0.5), np.True_, 1j]
 """Values of which each field can have few."""
 FIELDS = [name for name in SamplingParams.__struct_fields__ if name[0] != "_"]
 NAMELESS: tuple[str, ...] = (
@@ -237,13 +238,12 @@ def test_what_is_not_supported_is_named(llm, healthy):
         "prompt_logprobs": 1,
         "min_p": 0.1,
         "bad_words": ["x"],
-    }
-    unsupported |= {
         "presence_penalty": 0.5,
         "frequency_penalty": -0.5,
         "repetition_penalty": 1.1,
+        "logprob_token_ids": [5],
+        "allowed_token_ids": [5, 6],
     }
-    unsupported |= {"logprob_token_ids": [5], "allowed_token_ids": [5, 6]}
     for name, value in unsupported.items():
         params = DiffusionParams(gen_length=8, block_length=8, temperature=1.0)
         setattr(params, name, value)

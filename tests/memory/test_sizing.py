@@ -45,8 +45,6 @@ def deployment(model, method="sparse", **settings):
         "response": RESPONSE,
         "block_length": BLOCK_LENGTH,
         "options": options,
-    }
-    defaults |= {
         "gpu_memory": GIB,
         "dtype": "float32",
         "max_num_batched_tokens": 512,

@@ -119,7 +119,10 @@ def plain_version(model: PlainModel, method: str, options: dict[str, Any]):
     def decoded(prompt: list[int], asked: dict[str, Any]):
         tokens, order = noise_of(asked.get("seed", 0), model.head.shape[0])
         return decode(
-            *(model, prompt, method, options),
+            model,
+            prompt,
+            method,
+            options,
             **asked,
             order_noise=order,
             uniform=tokens if "temperature" in asked else None,

@@ -97,8 +97,8 @@ MIXED = [
     {"block_length": 3},
     {"threshold": 0.3},
     {"temperature": 0.5, "seed": 2},
+    {"unmasking": "entropy"},
 ]
-MIXED += [{"unmasking": "entropy"}]
 """Different blocks and rules, which share a pass; what fills is recorded for the two
 that choose alike and launched for the others."""
 

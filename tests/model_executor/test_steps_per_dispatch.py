@@ -89,12 +89,8 @@ def test_between_its_steps_no_device_is_waited_for(
         asked(temperature=0.7, seed=3, top_k=5),
         asked(unmasking="entropy"),
         asked(steps=12),
-    ]
-    params += [
         asked(logit_bias={3: 2.0, 5: -1.0}, min_tokens=9),
         asked(alg_temp=0.3, seed=1, steps=12),
-    ]
-    params += [
         asked(confidence_eos_eot_inf=True, logits_eos_inf=True),
         asked(logprobs=2, return_order=True),
     ]

@@ -56,8 +56,6 @@ SLOW_FAST = {
     "span_threshold": 0.3,
     "span_window": 2,
     "span_variance": 1,
-}
-SLOW_FAST |= {
     "slow_threshold": 0.9,
     "fast_threshold": 0.9,
     "slow_minimum": 1,

@@ -177,8 +177,6 @@ def draw_requests(
             asked |= {
                 "speculation_length": draw.choice([1, 3, 32]),
                 "guide_top_k": draw.choice([1, 40]),
-            }
-            asked |= {
                 "guide_fallback": draw.choice(["guide", "draft"]),
                 "guide_correction": draw.random() < 0.3,
             }

@@ -30,17 +30,11 @@ WAYS = [
     {"temperature": 1.0},
     {"temperature": 0.8, "top_p": 0.7, "top_k": 5},
     {"threshold": 0.6},
-]
-WAYS += [
     {"factor": 2.0, "block_add_threshold": 0.25},
     {"entropy_bound": 0.5, "unmasking": "entropy"},
-]
-WAYS += [
     {"steps": 24, "unmasking": "random"},
     {"threshold": 0.5, "early_stop": True},
     {"delay_eos": True},
-]
-WAYS += [
     {"slow_fast": {"span_steps": 2, "fast_threshold": 0.4}},
     {"tokens_per_step": 3},
 ]

@@ -321,8 +321,6 @@ def test_every_state_of_a_constrained_response_can_be_completed(
             "gen_length": draw.randrange(6, 30),
             "block_length": 8,
             "threshold": draw.choice([0.0, 0.3, 0.7]),
-        }
-        fields |= {
             "edit_threshold": draw.choice([0.0, 0.2, 0.5]),
             "max_post_steps": 5,
             "seed": number,

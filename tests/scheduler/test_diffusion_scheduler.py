@@ -30,8 +30,9 @@ SCHEDULING = {
     "max_num_active_seqs": None,
     "max_num_batched_tokens": 1000,
     "policy": "fcfs",
+    "watermark": 0.0,
+    "enable_chunked_prefill": True,
 }
-SCHEDULING |= {"watermark": 0.0, "enable_chunked_prefill": True}
 
 
 class StandInRunner:

@@ -23,8 +23,8 @@ TOKENS += [
     b"0.5",
     "é".encode(),
     "你好".encode(),
+    "é".encode()[1:] + b"a",
 ]
-TOKENS += ["é".encode()[1:] + b"a"]
 
 
 def built(

@@ -73,9 +73,12 @@ def start_engine(model: Path | str, **settings: Any) -> LLM:
         "dtype": "float32",
         "skip_tokenizer_init": True,
         "trace": True,
+        "max_model_len": 256,
+        "max_num_seqs": 64,
+        "steps_per_dispatch": 1,
+        "kv_cache_memory_bytes": 16 << 20,
+        "gpu_memory_utilization": 0.02,
     }
-    defaults |= {"max_model_len": 256, "max_num_seqs": 64, "steps_per_dispatch": 1}
-    defaults |= {"kv_cache_memory_bytes": 16 << 20, "gpu_memory_utilization": 0.02}
     return keep(LLM(str(model), **(defaults | settings)))
 
 

@@ -34,24 +34,14 @@ WAYS += [
     {"threshold": 0.2, "tokens_per_step": 2},
     {"factor": 0.5},
     {"entropy_bound": 0.5},
-]
-WAYS += [
     {"margin": 0.3},
     {"entropy_threshold": 1.0, "block_add_threshold": 0.2},
     {"steps": 5},
-]
-WAYS += [
-    {"slow_fast": {"span_steps": 1, "span_threshold": 0.01, "fast_threshold": 0.2}}
-]
-WAYS += [
+    {"slow_fast": {"span_steps": 1, "span_threshold": 0.01, "fast_threshold": 0.2}},
     {"temperature": 0.5, "seed": 1},
     {"temperature": 0.7, "seed": 2, "top_p": 0.9, "top_k": 20},
-]
-WAYS += [
     {"temperature": 0.4, "seed": 5, "confidence_eos_eot_inf": True, "logprobs": 1},
     {"alg_temp": 0.1, "seed": 4},
-]
-WAYS += [
     {"logprobs": 3},
     {"delay_eos": True},
     {"return_order": True},

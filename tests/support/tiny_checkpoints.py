@@ -25,13 +25,12 @@ _TRANSFORMERS_NAMES = _VOCABULARY | {
     "hidden_act": "silu",
     "hidden_size": 64,
     "num_hidden_layers": 2,
-}
-_TRANSFORMERS_NAMES |= {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
 }
-_TRANSFORMERS_NAMES |= {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 """What all families but LLaDA have, by the names that transformers gives it."""
 CONFIGS: dict[str, Config] = {
     "llada": _VOCABULARY
@@ -196,8 +195,6 @@ CONFIGS["nemotron_labs"] = CONFIGS["sdar"] | {
 ALL_KINDS_OF_EXPERTS: Config = {
     "moe_layer_freq": [0, 1],
     "shared_expert_intermediate_size": 32,
-}
-ALL_KINDS_OF_EXPERTS |= {
     "moe_router_enable_expert_bias": True,
     "num_key_value_heads": 2,
 }
@@ -394,8 +391,6 @@ def write_guide(folder: Path, model_type: str = "llama", **config: Any) -> Path:
         "intermediate_size": 96,
         "num_hidden_layers": 2,
         "vocab_size": VOCAB_SIZE,
-    }
-    sizes |= {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,

@@ -27,8 +27,8 @@ YARNS: Any = [
     {"attention_factor": 1.7},
     {"beta_fast": 8, "beta_slow": 2.0},
     {"truncate": False},
+    {"mscale": 1.2, "mscale_all_dim": 0.7},
 ]
-YARNS += [{"mscale": 1.2, "mscale_all_dim": 0.7}]
 CASES = [(family, kind, {}) for family in CONFIGS for kind in SCALINGS]
 CASES += [(family, "yarn", more) for family in ("llada", "llada2") for more in YARNS]
 
