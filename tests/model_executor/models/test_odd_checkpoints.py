@@ -248,7 +248,6 @@ def places(where) -> str:
             json.dumps(LLADA | {"rope_parameters": {LONG: 1}}),
             "not known of RoPE",
         ),
-        (CONFIG, json.dumps(LLADA | {"model_type": LONG}), "is not a supported"),
         (
             CONFIG,
             json.dumps(LLADA | {"quantization_config": {"quant_method": LONG}}),
@@ -293,6 +292,7 @@ def test_a_damaged_file_is_named_in_a_short_sentence(tmp_path, name, text, messa
     ("damage", "message"),
     [
         (lambda folder: (folder / CONFIG).unlink(), "holds no config.json"),
+        (lambda folder: with_keys(folder, model_type=LONG), "is not a supported"),
         (as_a_pipe, "model.safetensors is no regular file"),
         (
             lambda folder: edit_weights(folder, as_integers),

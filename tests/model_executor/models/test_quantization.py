@@ -10,9 +10,8 @@ from dllm_engine.checkpoints import load_config
 from dllm_engine.memory import weight_bytes
 from dllm_engine.vllm_hooks import refused_settings
 from tests.model_executor.models.test_forward import dense_logits
-from tests.model_executor.models.test_loading import refuse
 from tests.support import tiny_checkpoints
-from tests.support.engines import runner_of
+from tests.support.engines import refuse_start, runner_of
 from tests.support.quantized_checkpoints import (
     FOUR_BITS,
     HAS_KERNELS,
@@ -146,7 +145,7 @@ def test_weights_become_fp8_while_they_load(engines, plain):
 def test_four_bits_without_kernels_are_refused(plain, tmp_path, monkeypatch):
     monkeypatch.setattr(refused_settings, "FOUR_BITS", "missing")
     for scheme in FOUR_BITS:
-        refuse(
+        refuse_start(
             quantize(plain["dream"], tmp_path / scheme, scheme),
             "quantization=",
             "need AVX-512",
@@ -176,7 +175,7 @@ def test_missing_scales_and_groups_out_of_order_are_named(
     if kind == "g_idx":
         tensors[name], fragments = tensor.flip(0).contiguous(), (name, "desc_act")
     save_file(tensors, quantized / "model.safetensors")
-    refuse(quantized, *fragments, dtype="bfloat16")
+    refuse_start(quantized, *fragments, dtype="bfloat16")
 
 
 @pytest.mark.parametrize("at_load_time", [False, True])
