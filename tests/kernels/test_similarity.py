@@ -16,6 +16,10 @@ from dllm_engine.kernels.similarity import (
 from tests.kernels.checks import NUMBERS, error
 
 
+def sums_of(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.stack(((a * b).sum(1), a.square().sum(1), b.square().sum(1)))
+
+
 @given(
     rows=st.one_of(st.integers(0, 3), st.integers(0, 150)),
     kv_heads=st.sampled_from([1, 2, 3, 8]),
@@ -43,7 +47,7 @@ def test_sums_equal_the_formula_and_read_only_what_is_retained(
         x.double().masked_fill(~kept[..., None], 0.0).flatten(1)
         for x in (fresh, retained)
     )
-    expected = torch.stack(((a * b).sum(1), a.square().sum(1), b.square().sum(1)))
+    expected = sums_of(a, b)
     replaced = pages.clone()
     replaced[slots[kept] // slots_per_page, slots[kept] % slots_per_page] = fresh[kept]
     sums = replace_and_compare(fresh, pages, slots)
@@ -57,9 +61,8 @@ def test_sums_equal_the_formula_and_read_only_what_is_retained(
 @pytest.mark.parametrize("size", [0.0, 1e-12, 1e-9, 1.0, 1e6])
 def test_cosine_is_that_of_pytorch_for_short_vectors_too(size):
     a, b = torch.randn(2, 30, 8) * size
-    sums = torch.stack(((a * b).sum(1), a.square().sum(1), b.square().sum(1)))
     torch.testing.assert_close(
-        cosine(sums), F.cosine_similarity(a, b), rtol=1e-5, atol=1e-6
+        cosine(sums_of(a, b)), F.cosine_similarity(a, b), rtol=1e-5, atol=1e-6
     )
 
 
@@ -67,8 +70,7 @@ def test_distances_are_those_of_pytorch_and_none_where_a_row_differs_by_rounding
     torch.manual_seed(0)
     a, b = torch.randn(2, 30, 96)
     b[:10], b[10:20] = a[:10], a[10:20] * (1 + 2e-7)
-    sums = torch.stack(((a * b).sum(1), a.square().sum(1), b.square().sum(1)))
-    distance = -negative_distance(sums)
+    distance = -negative_distance(sums_of(a, b))
     assert not distance[:20].any()
     torch.testing.assert_close(
         distance[20:], (a - b)[20:].square().sum(1), rtol=1e-5, atol=0

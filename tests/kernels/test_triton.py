@@ -136,14 +136,7 @@ def test_rows_that_are_no_numbers_stay_so(monkeypatch, multiprocessors):
         logits, 7, with_entropy=False, with_margin=False
     )
     probability = (token_logit - log_total).exp()
-    assert (probability < torch.inf).tolist() == [
-        False,
-        False,
-        False,
-        False,
-        True,
-        True,
-    ]
+    assert (probability < torch.inf).nonzero()[:, 0].tolist() == [4, 5]
     counters = Counters(*torch.zeros(3, 6, dtype=torch.int64, device=DEVICE))
     found = sampling.filtered_logits(logits, 0.7, 0.9, 5, -1)
     torch.testing.assert_close(found[:4], logits[:4] / 0.7, **checks.EXACT)

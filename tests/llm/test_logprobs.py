@@ -19,7 +19,13 @@ from tests.support.plans import resolved
 from tests.support.tiny_checkpoints import EOS
 
 PROMPT = [3, 1, 4, 1, 5, 9]
-SAMPLED: dict[str, Any] = {"temperature": 1.3, "top_p": 0.9, "top_k": 20, "seed": 3}
+SAMPLED: dict[str, Any] = {
+    "temperature": 1.3,
+    "top_p": 0.9,
+    "top_k": 20,
+    "seed": 3,
+    "logit_bias": {20: 4.0, 77: -9.0, 100: 4.0},
+}
 
 
 complete = partial(
