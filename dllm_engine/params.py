@@ -13,6 +13,7 @@ from dllm_engine.families import LLADA
 from dllm_engine.options import EngineOptions
 from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.request_options.fields import RequestOptions, check_exclusions
+from dllm_engine.request_options.sampling import check_num_responses
 from dllm_engine.request_options.sampling_params import parse_request_options
 from dllm_engine.request_options.unmasking import PARALLEL_OPTIONS, policy_and_rule
 from dllm_engine.text import with_meanings
@@ -75,6 +76,7 @@ class DiffusionParams(_Fields):
                 f"the same length; give one"
             )
         gen_length = self.max_tokens if self.gen_length is None else self.gen_length
+        check_num_responses(self.n, self.temperature)
         own = {name: getattr(self, name) for name in _OWN_OPTIONS}
         extra_args = self.extra_args or {}
         super().__post_init__()  # which resets top_p and top_k of a greedy request

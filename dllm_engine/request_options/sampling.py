@@ -64,6 +64,15 @@ def resolve_sampling(
     )
 
 
+def check_num_responses(n: int, temperature: float) -> None:
+    """Refuse several responses that would be equal."""
+    if n > 1 and temperature == 0:
+        raise refused(
+            f"n={n} needs a temperature above 0, as greedy decoding gives equal "
+            f"responses; set temperature or leave n at 1"
+        )
+
+
 def check_token_numbers(params: "SamplingParams", vocab_size: int) -> None:
     """Refuse token ids that the vocabulary has not, and what cannot be
     added to logits.

@@ -167,10 +167,9 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         )
         if parallel.worker_cls == "auto":
             parallel.worker_cls = WORKER_CLASSES[device]
-        if current_platform.is_cpu() and parallel.distributed_executor_backend == "ray":
-            from dllm_engine.model_executor.workers.ray_cpu import RayCPUExecutor
-
-            parallel.distributed_executor_backend = RayCPUExecutor
+        parallel.distributed_executor_backend = _executor(
+            parallel.distributed_executor_backend
+        )
         # A page may end within a block, whose rows must not be fed in parts where they
         # share experts.
         shares = (
@@ -195,6 +194,21 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
             ["none"] if current_platform.is_cpu() else ["none", "+quant_fp8"]
         )
         patch.apply(table.SERVING)
+
+
+def _executor(backend: Any) -> Any:
+    """Our executor for one of vLLM's by name; others stay as they are."""
+    if backend == "mp":
+        from dllm_engine.model_executor.workers.multiproc import (
+            DiffusionMultiprocExecutor,
+        )
+
+        return DiffusionMultiprocExecutor
+    if backend == "ray" and current_platform.is_cpu():
+        from dllm_engine.model_executor.workers.ray_cpu import RayCPUExecutor
+
+        return RayCPUExecutor
+    return backend
 
 
 def stated_defaults(model_config: ModelConfig) -> dict[str, Any]:

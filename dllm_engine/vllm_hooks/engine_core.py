@@ -1,5 +1,5 @@
-"""An engine's process: its end, weights that change while it lives, and sleep. Engines
-of other models are untouched.
+"""Weights that change while an engine lives, and its sleep. Engines of other models are
+untouched.
 
 vLLM calls workers between two steps, whatever runs. A response would then come from two
 sets of weights, or from pages that are gone. So nothing changes while a request runs,
@@ -12,7 +12,6 @@ from vllm.platforms import current_platform
 
 from dllm_engine.checkpoints import check_folder
 from dllm_engine.model_executor.loading.files import check_safetensors
-from dllm_engine.model_executor.workers.parent import end_vllm_process_with_parent
 from dllm_engine.vllm_hooks.patch import Original, is_ours
 
 _COMPLETE = ("reload_weights", "finish_weight_update")
@@ -24,15 +23,6 @@ _CHANGES = (
     "update_weights",
     "reset_weights",
 )
-
-
-def end_with_front_end(post_init: Original, self: Any) -> None:
-    """An engine ends with its front end. Where it has no workers in other processes,
-    its own worker sees to that.
-    """
-    post_init(self)
-    if is_ours(self):
-        end_vllm_process_with_parent()
 
 
 def guard_weights(

@@ -3,7 +3,7 @@ which every front end calls.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -55,6 +55,7 @@ def process_checked_inputs(
 ) -> Any:
     """Check a request before it enters the engine."""
     if not is_ours(self) or not isinstance(params, SamplingParams):
+        params = _as_made(params)
         return process_inputs(self, request_id, prompt, params, *args, **kwargs)
     # vLLM modifies a request, so this one is used once only.
     if isinstance(prompt, dict) and (request := prompt.pop(_CHECKED, None)) is not None:
@@ -288,22 +289,37 @@ def _checked_prompt(
     return {**prompt, _CHECKED: request}
 
 
+class KeptFilters(dict):
+    """``extra_args`` of greedy parameters with the ``top_p`` and ``top_k`` that they
+    were made with.
+    """
+
+    def __init__(self, made_with: Mapping[str, Any], given: dict[str, Any] | None):
+        super().__init__({**made_with, **(given or {})})
+        self.given = given
+
+    def __reduce__(self) -> Any:  # to copy them
+        return KeptFilters, (dict(self), self.given)
+
+
 def keep_filters(verify: Original, self: SamplingParams) -> None:
     """A greedy request of a diffusion model keeps ``top_p`` and ``top_k``, beside
     vLLM's own fields: vLLM calls this when parameters are made, and then resets these
-    for every model. And it refuses several responses to such a request without saying
-    what to do about it."""
+    for every model. Whose request it will be is not known yet; that of another model
+    loses them again (``process_checked_inputs``).
+    """
     verify(self)
-    if self.temperature != 0:
-        return
-    if self.n > 1:
-        raise InvalidRequestError(
-            f"n={self.n} needs a temperature above 0, as greedy decoding gives equal "
-            f"responses; set temperature or leave n at 1"
-        )
-    if self.top_p != 1.0 or self.top_k > 0:
+    if self.temperature == 0 and (self.top_p != 1.0 or self.top_k > 0):
         filters = {"top_p": self.top_p, "top_k": min(max(self.top_k, 0), MOST_TOKENS)}
-        self.extra_args = filters | (self.extra_args or {})
+        self.extra_args = KeptFilters(filters, self.extra_args)
+
+
+def _as_made(params: Any) -> Any:
+    """Parameters for another model, without what ``keep_filters`` has added."""
+    if isinstance(kept := getattr(params, "extra_args", None), KeptFilters):
+        params = params.clone()
+        params.extra_args = kept.given
+    return params
 
 
 def refuse_beam_search(

@@ -8,10 +8,116 @@ running block bypass it.
 from dataclasses import replace
 from typing import Any
 
+from vllm.outputs import RequestOutput
+from vllm.v1.engine.output_processor import RequestState
+
 from dllm_engine.decoding.messages import COMPLETE_KEY, FIGURES_KEY, PROVISIONAL_KEY
 from dllm_engine.figures import PER_TOKEN, DiffusionFigures, ErrorReason
 from dllm_engine.provisional import BlockReader, ProvisionalBlock
 from dllm_engine.vllm_hooks.patch import Original
+
+
+class Detokenizer:
+    """vLLM's, which leaves the last token of a response that stops out of the text,
+    since it takes it for an end token.
+    """
+
+    def __init__(self, detokenizer: Any) -> None:
+        self._detokenizer = detokenizer
+        self.is_complete = False
+        """The response has stopped without an end token."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._detokenizer, name)
+
+    def update(self, new_token_ids: list[int], stop_terminated: bool) -> str | None:
+        return self._detokenizer.update(
+            new_token_ids, stop_terminated and not self.is_complete
+        )
+
+
+class DiffusionRequestState(RequestState):
+    """vLLM's state of a request, with what our scheduler has sent about it."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.detokenizer: Any = Detokenizer(self.detokenizer)
+        self._figures: DiffusionFigures | None = None
+        self._provisional: ProvisionalBlock | None = None
+        self._reader: BlockReader | None = None
+
+    def read(self, message: dict[str, Any]) -> None:
+        """Take a message, for the completion that is made next."""
+        self._figures = DiffusionFigures(**message[FIGURES_KEY])
+        self.detokenizer.is_complete = COMPLETE_KEY in message
+        self._provisional = None
+        if PROVISIONAL_KEY in message:
+            if self._reader is None:
+                assert self.logprobs_processor is not None
+                self._reader = BlockReader(self.logprobs_processor.tokenizer)
+            self._provisional = self._reader.read(message[PROVISIONAL_KEY])
+
+    def output_without_tokens(self) -> Any:
+        completion = self._new_completion_output([], None, None)
+        if completion.logprobs is not None and not completion.token_ids:
+            # Before the first token vLLM hands out its own list.
+            completion.logprobs = completion.logprobs[:0]
+        request = self.parent_req or self
+        return self._new_request_output(request.external_req_id, [completion], False)
+
+    def _new_completion_output(self, *args: Any, **kwargs: Any) -> Any:
+        completion: Any = super()._new_completion_output(*args, **kwargs)
+        completion.diffusion = self._figures
+        completion.provisional, self._provisional = self._provisional, None
+        if (figures := self._figures) is not None:
+            # Not what is behind a stop string.
+            returned = slice(self.detokenizer.num_output_tokens())
+            completion.diffusion = replace(
+                figures,
+                **{name: getattr(figures, name)[returned] for name in PER_TOKEN},
+            )
+            if figures.error is not None:
+                completion.finish_reason = ErrorReason(figures.error)
+        return completion
+
+    def _new_request_output(self, *args: Any, **kwargs: Any) -> Any:
+        output = super()._new_request_output(*args, **kwargs)
+        return DiffusionRequestOutput(**vars(output))
+
+
+class DiffusionRequestOutput(RequestOutput):
+    """vLLM's output of a request, whose completions have figures and running blocks."""
+
+    def add(self, next_output: RequestOutput, aggregate: bool) -> None:
+        """Keep the latest figures, and the latest state of each running block, where a
+        slow consumer has not fetched an output.
+        """
+        before = {
+            completion.index: shown_blocks(completion) for completion in self.outputs
+        }
+        super().add(next_output, aggregate)
+        newest: dict[int, Any] = {
+            completion.index: completion for completion in next_output.outputs
+        }
+        completion: Any
+        for completion in self.outputs:
+            if (latest := newest.get(completion.index)) is not None:
+                completion.diffusion = latest.diffusion
+                completion.provisional = block = latest.provisional
+                completion.earlier_blocks = [
+                    each
+                    for each in before.get(completion.index, ())
+                    if block is None or each.window != block.window
+                ]
+
+
+def state_with_figures(
+    from_new_request: Original, cls: type, *args: Any, **kwargs: Any
+) -> Any:
+    """vLLM makes the state of a request."""
+    is_pooling = kwargs["request"].sampling_params is None
+    state_class = cls if is_pooling else DiffusionRequestState
+    return from_new_request(state_class, *args, **kwargs)
 
 
 def process_messages(
@@ -28,14 +134,7 @@ def process_messages(
         state = self.request_states.get(output.request_id)
         if state is not None and FIGURES_KEY in message:
             output.kv_transfer_params = None
-            # For the completion that the state makes next.
-            state.diffusion = DiffusionFigures(**message[FIGURES_KEY])
-            state.detokenizer.is_complete = COMPLETE_KEY in message
-            state.provisional = None
-            if PROVISIONAL_KEY in message:
-                if not hasattr(state, "block_reader"):
-                    state.block_reader = BlockReader(state.logprobs_processor.tokenizer)
-                state.provisional = state.block_reader.read(message[PROVISIONAL_KEY])
+            state.read(message)
         if (
             output.new_token_ids
             or output.finish_reason is not None
@@ -43,7 +142,7 @@ def process_messages(
         ):
             settled.append(output)
         elif state is not None:
-            request_output = _output_without_tokens(state)
+            request_output = state.output_without_tokens()
             if state.queue is not None:
                 state.queue.put(request_output)
             else:
@@ -51,65 +150,6 @@ def process_messages(
     processed = process_outputs(self, settled, *args, **kwargs)
     processed.request_outputs[:0] = shown
     return processed
-
-
-def detokenize_all(
-    update: Original, self: Any, new_token_ids: list[int], stop_terminated: bool
-) -> str | None:
-    """vLLM leaves the last token of a response that stops out of the text, since it
-    takes it for an end token.
-    """
-    return update(
-        self, new_token_ids, stop_terminated and not getattr(self, "is_complete", False)
-    )
-
-
-def _output_without_tokens(state: Any) -> Any:
-    completion = state._new_completion_output([], None, None)
-    if completion.logprobs is not None and not completion.token_ids:
-        completion.logprobs = completion.logprobs[
-            :0
-        ]  # before the first token vLLM hands out its own list
-    request = state.parent_req or state
-    return state._new_request_output(request.external_req_id, [completion], False)
-
-
-def complete_with_figures(
-    new_completion_output: Original, self: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Attach the figures to the completion."""
-    completion = new_completion_output(self, *args, **kwargs)
-    completion.diffusion = getattr(self, "diffusion", None)
-    completion.provisional = vars(self).pop("provisional", None)
-    if (figures := completion.diffusion) is not None:
-        returned = slice(
-            self.detokenizer.num_output_tokens()
-        )  # not what is behind a stop string
-        completion.diffusion = replace(
-            figures, **{name: getattr(figures, name)[returned] for name in PER_TOKEN}
-        )
-        if figures.error is not None:
-            completion.finish_reason = ErrorReason(figures.error)
-    return completion
-
-
-def merge_with_figures(
-    merge: Original, self: Any, next_output: Any, aggregate: bool
-) -> None:
-    """Keep the latest figures, and the latest state of each running block, where a slow
-    consumer has not fetched an output."""
-    before = {completion.index: shown_blocks(completion) for completion in self.outputs}
-    merge(self, next_output, aggregate)
-    latest = {completion.index: completion for completion in next_output.outputs}
-    for completion in self.outputs:
-        if completion.index in latest:
-            newest = latest[completion.index]
-            completion.diffusion = getattr(newest, "diffusion", None)
-            completion.provisional = block = getattr(newest, PROVISIONAL_KEY, None)
-            earlier = before.get(completion.index, ())
-            completion.earlier_blocks = [
-                each for each in earlier if block is None or each.window != block.window
-            ]
 
 
 def shown_blocks(completion: Any) -> list[ProvisionalBlock]:

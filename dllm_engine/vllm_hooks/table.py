@@ -1,19 +1,38 @@
-"""Everything in vLLM that this package replaces, and by what. The docstring of each
-replacement says why, and a comment here what in vLLM would end it.
+"""Everything in vLLM that this package replaces or adds to, and by what. The docstring
+of each replacement says why, and a comment here what in vLLM would end it.
 
 All of it was compared with the sources of the releases in ``release.py``; look up every
 new entry in each of them.
-
-Changed beside functions: ``server/app.py`` adds routes and middleware, leaves
-``/scale_elastic_ep`` and vLLM's own ``/v1/decisions`` out, and has more routes ask for
-the API key (``GUARDED_PREFIX``), and shortens what is logged of refusals;
-``server/stop.py`` puts its own ``shutdown`` and
-``propagate_error`` around an engine's while it serves; ``tool_calls.py`` registers the
-server's tool parser again, as a class of ours; ``cpu_distribution.py`` finds the
-metadata of vLLM's CPU build.
 """
 
 from dllm_engine.vllm_hooks.release import is_installed
+
+BESIDE = {
+    "plugin.py": "model classes in ModelRegistry and MODELS_CONFIG_MAP; config classes "
+    "in AutoConfig",
+    "model_executor/models/configs.py": "Dream's tokenizer in AutoTokenizer",
+    "structured_output/tool_calls.py": "the server's tool parser in ToolParserManager, "
+    "again, as a class of ours",
+    "vllm_hooks/engine_config.py": "an engine's config: scheduler, worker and executor "
+    "classes, defaults of requests, settings that have one value here",
+    "vllm_hooks/cpu_distribution.py": "a finder of the metadata of vLLM's CPU build",
+    "vllm_hooks/server/app.py": "routes and middleware of the application, without "
+    "vLLM's /scale_elastic_ep and /v1/decisions; GUARDED_PREFIX, so that more routes "
+    "ask for the API key; a filter of what is logged of refusals",
+    "vllm_hooks/server/stop.py": "shutdown of an engine and propagate_error of its "
+    "output processor, while it serves",
+    "vllm_hooks/server/batch_chats.py": "the wrapper of chats in run-batch's registry",
+    "vllm_hooks/metrics.py": "a logger in an engine's StatLoggerManager",
+    "scheduler/page_pool.py": "BlockPool is given the one attribute of a request that "
+    "it reads",
+    "scheduler/request_state.py": "figures travel in kv_transfer_params of an output",
+    "scheduler/engine_stats.py": "counts travel in kv_connector_stats",
+    "model_executor/workers/ray_cpu.py": "Ray's actor class while an executor starts, "
+    "and Ray's name of a CPU",
+    "model_executor/workers/cpu.py": "VLLM_DIST_IDENT, the name of a rank's memory",
+    "quiet.py": "levels of vLLM's loggers",
+}
+"""What is changed beside functions, by the file that does it."""
 
 _RUN_BATCH = "vllm.entrypoints.launchers.run_batch"
 _BEAM_SEARCH = "vllm.entrypoints.generate.beam_search"
@@ -35,16 +54,8 @@ EVERY_PROCESS = {
     "vllm.config.vllm:VllmConfig.try_verify_and_update_config": "engine_config:refuse_stray_options",
     # Wish: a hook of the model for requests. Platform.validate_request is the device's.
     "vllm.v1.engine.input_processor:InputProcessor.process_inputs": "input_processor:process_checked_inputs",
-    # Wish: fields of EngineCoreOutput that reach the completion, and a class of output
-    # processors that vLLM takes by name.
-    f"{_PROCESSOR}:RequestState._new_completion_output": "output_processor:complete_with_figures",
-    f"{_PROCESSOR}:OutputProcessor.process_outputs": "output_processor:process_messages",
-    "vllm.outputs:RequestOutput.add": "output_processor:merge_with_figures",
-    "vllm.v1.engine.detokenizer:BaseIncrementalDetokenizer.update": "output_processor:detokenize_all",
     # Wish: stat_logger_plugins for offline engines too.
     "vllm.v1.metrics.loggers:StatLoggerManager.__init__": "metrics:init_with_metrics",
-    # Wish: engines that end with their front end.
-    "vllm.v1.executor.multiproc_executor:MultiprocExecutor._post_init_executor": "engine_core:end_with_front_end",
     # Wish: a scheduler is asked before its workers change.
     "vllm.v1.engine.core:EngineCore.collective_rpc": "engine_core:guard_weights",
     "vllm.v1.engine.core:EngineCore.sleep": "engine_core:sleep_if_possible",
@@ -64,6 +75,10 @@ engine, and with the next.
 
 SERVING = {
     **SAMPLING,
+    # Wish: fields of EngineCoreOutput that reach the completion, and a class of output
+    # processors that vLLM takes by name.
+    f"{_PROCESSOR}:RequestState.from_new_request": "output_processor:state_with_figures",
+    f"{_PROCESSOR}:OutputProcessor.process_outputs": "output_processor:process_messages",
     # Wish: grammars are built beside the event loop, and requests are checked before a
     # stream has its status.
     f"{_RENDERER}.preprocess_chat": "input_processor:render_and_build",

@@ -2,6 +2,7 @@
 on them.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from vllm.sampling_params import SamplingParams
 
 from dllm_engine import DiffusionParams
 from dllm_engine.model_executor.token_prediction import SamplingSettings
+from dllm_engine.vllm_hooks.input_processor import process_checked_inputs
 from tests.support.engines import generate, scheduler_of
 
 FILTERS: dict[str, Any] = {"top_p": 0.5, "top_k": 7}
@@ -64,3 +66,20 @@ def test_over_http(client, demo, specs, way):
 def test_families_whose_confidences_do_not_depend_on_them_share_the_head(demo, specs):
     generate(demo, [[5, 6]], DiffusionParams(gen_length=8, **FILTERS))
     assert SamplingSettings.of(specs[0]) == SamplingSettings(0.0, 1.0, 0, False)
+
+
+def test_requests_of_another_model_lose_them_again(demo):
+    given = {"kv_transfer_params": {}}
+    params = SamplingParams(
+        temperature=0, **FILTERS, extra_args=given, skip_clone=True
+    ).clone()
+    assert params.extra_args == FILTERS | given
+    sent = []
+    process_checked_inputs(
+        lambda *arguments: sent.append(arguments[3]),
+        SimpleNamespace(model_config=SimpleNamespace()),
+        "name",
+        "prompt",
+        params,
+    )
+    assert [each.extra_args for each in sent] == [given]

@@ -9,13 +9,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from dllm_engine.figures import DiffusionFigures
-from dllm_engine.plugin import register
 from dllm_engine.provisional import ProvisionalBlock
+from dllm_engine.vllm_hooks.output_processor import DiffusionRequestOutput
 from dllm_engine.vllm_hooks.server.responses import stream_with_fields
 from tests.support.engines import assert_nothing_left, runner_of
 from tests.support.http_app import chunks_of
@@ -46,7 +46,7 @@ def engine_output(*, tokens=(), shown=None, finish_reason=None, passes=1):
         DiffusionFigures(passes, passes, passes, 1),
         shown,
     )
-    return RequestOutput(
+    return DiffusionRequestOutput(
         "r", "a", [1], None, [made], finished=finish_reason is not None
     )
 
@@ -105,7 +105,6 @@ def test_a_client_that_hangs_up_closes_the_engines_results():
 
 
 def test_a_slow_consumer_gets_the_latest_step_and_all_text_at_once():
-    register()
     collector = RequestOutputCollector(RequestOutputKind.DELTA, "r")
     for step, tokens in enumerate(([5], [], [6], []), start=1):
         collector.put(
@@ -118,7 +117,6 @@ def test_a_slow_consumer_gets_the_latest_step_and_all_text_at_once():
 
 
 def test_a_slow_consumer_sees_how_blocks_ended_that_run_no_more():
-    register()
     collector = RequestOutputCollector(RequestOutputKind.DELTA, "r")
     for shown in (
         SHOWN,

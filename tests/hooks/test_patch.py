@@ -1,10 +1,14 @@
 """Functions that we replace in vLLM are checked first: another vLLM gets a sentence."""
 
+import ast
+from glob import glob
+from pathlib import Path
 from pkgutil import resolve_name
 
 import pytest
-from vllm import outputs
+from vllm.v1.engine.core import EngineCore
 
+import dllm_engine
 from dllm_engine.plugin import register
 from dllm_engine.vllm_hooks import patch, table
 from dllm_engine.vllm_hooks.release import IncompatibleVLLMError
@@ -52,13 +56,42 @@ def test_a_function_that_others_have_imported_is_replaced_there_too():
 
 def test_where_one_function_is_gone_none_is_replaced(monkeypatch):
     monkeypatch.setattr(
-        outputs.RequestOutput,
-        "add",
-        original := lambda self, next_output, aggregate: None,
+        EngineCore, "sleep", original := lambda self, level=1, mode="abort": None
     )
     with pytest.raises(IncompatibleVLLMError):
         patch.apply(
             table.EVERY_PROCESS
             | {"vllm.outputs:gone": "input_processor:process_checked_inputs"}
         )
-    assert outputs.RequestOutput.add is original
+    assert EngineCore.sleep is original
+
+
+def test_the_table_lists_the_files_that_change_vllm():
+    """They assign to what they import from vLLM, or call a registry of it."""
+    root = Path(dllm_engine.__file__).parent
+    changing = set()
+    for name in glob("**/*.py", root_dir=root, recursive=True):
+        tree = ast.parse((root / name).read_text())
+        nodes = list(ast.walk(tree))
+        imported = {
+            alias.asname or alias.name
+            for node in nodes
+            if isinstance(node, ast.ImportFrom)
+            and (node.module or "").startswith(("vllm", "transformers"))
+            for alias in node.names
+        }
+        changed = [
+            each
+            for node in nodes
+            if isinstance(node, ast.Attribute | ast.Subscript)
+            and isinstance(each := node.value, ast.Name)
+            and (
+                isinstance(node.ctx, ast.Store)
+                or getattr(node, "attr", "").startswith("register")
+            )
+        ]
+        if imported & {each.id for each in changed}:
+            changing.add(name)
+    assert len(changing) >= 5
+    assert changing <= {*table.BESIDE}
+    assert all((root / name).is_file() for name in table.BESIDE)

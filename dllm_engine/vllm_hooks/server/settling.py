@@ -10,6 +10,7 @@ from dllm_engine.decisions.http import settle_decision
 from dllm_engine.infill.http import settle_template
 from dllm_engine.params import check_place
 from dllm_engine.request_options.errors import InvalidRequestError
+from dllm_engine.request_options.sampling import check_num_responses
 from dllm_engine.vllm_hooks.input_processor import NO_BEAM_SEARCH
 from dllm_engine.vllm_hooks.server.open_requests import OpenRequest
 
@@ -49,7 +50,7 @@ async def settled_fields(
     if route not in _SERVING:
         return fields
     check_place(fields.keys() - _request_class(route).model_fields.keys())
-    _check_num_responses(fields)
+    _check_num_responses(fields, state)
     for name in ("stream", "tools"):
         # vLLM would return the last part only.
         if route == BATCH and fields.get(name):
@@ -141,9 +142,9 @@ async def settle(request: Any, serving: Any, asked: OpenRequest) -> None:
         }
 
 
-def _check_num_responses(fields: dict[str, Any]) -> None:
+def _check_num_responses(fields: dict[str, Any], state: Any) -> None:
     """vLLM limits prompts and ``n``, but not their product; and it makes all of these
-    requests at once.
+    requests at once. It refuses several greedy ones without saying what to do about it.
     """
     prompts = fields.get("prompt") or fields.get("messages")
     num_responses = 1
@@ -156,4 +157,10 @@ def _check_num_responses(fields: dict[str, Any]) -> None:
             f"prompts × n are {num_responses} responses, more than the {most} that a "
             f"request may have; send several requests, or start the server with a "
             f"higher VLLM_MAX_COMPLETION_PROMPTS"
+        )
+    if isinstance(n, int) and n > 1:
+        defaults = state.vllm_config.model_config.override_generation_config
+        temperature = fields.get("temperature")
+        check_num_responses(
+            n, defaults["temperature"] if temperature is None else temperature
         )
