@@ -1,4 +1,4 @@
-"""dllm-engine: diffusion language models (LLaDA, Dream, SDAR) served inside vLLM.
+"""dllm-engine: diffusion language models served inside vLLM.
 
 ``LLM``, ``DiffusionParams`` and ``Questions`` are the Python API; importing the package
 itself is cheap, they load vLLM when used.

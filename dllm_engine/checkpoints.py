@@ -10,106 +10,35 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dllm_engine.demo import model_path
-from dllm_engine.families import ModelFamily
-from dllm_engine.families import table as families
+from dllm_engine.families import FAMILIES, ModelFamily, Shape
 from dllm_engine.model_executor.loading.files import check_files
 from dllm_engine.model_executor.models.config_keys import SCHEMAS
 
 if TYPE_CHECKING:
     from dllm_engine.model_executor.models.configs import Config
 
-_SHAPES: dict[str, tuple[ModelFamily, dict[str, Any], tuple[str, ...]]] = {
-    "llada-8b": (
-        families.LLADA,
-        {"mlp_hidden_size": 12_288, "embedding_size": 126_464},
-        families.LLADA.checkpoints,
-    ),
-    "llada-moe-7b": (
-        families.LLADA_MOE,
-        {"qk_layernorm": True},
-        families.LLADA_MOE.checkpoints,
-    ),
-    "illada-8b": (families.ILLADA, {}, families.ILLADA.checkpoints),
-    "dream-7b": (
-        families.DREAM,
-        {"num_key_value_heads": 4},
-        families.DREAM.checkpoints[:2],
-    ),
-    "sdar-8b": (families.SDAR, {"num_key_value_heads": 8}, ("JetLM/SDAR-8B-Chat",)),
-    "sdar-8b-b32": (
-        families.SDAR,
-        {"num_key_value_heads": 8, "block_size": 32},
-        ("JetLM/SDAR-8B-Chat-b32",),
-    ),
-    "sdar-30b": (families.SDAR_MOE, {"head_dim": 128}, ("JetLM/SDAR-30B-A3B-Chat",)),
-    "dreamreasoner-8b": (
-        families.DREAM_REASONER,
-        {},
-        families.DREAM_REASONER.checkpoints,
-    ),
-    "stable-diffcoder-8b": (
-        families.STABLE_DIFFCODER,
-        {},
-        families.STABLE_DIFFCODER.checkpoints,
-    ),
-    "qwen3-0.6b-mdlm": (
-        families.A2D_QWEN3,
-        {"kind": "mdlm"},
-        families.A2D_QWEN3.checkpoints[:1],
-    ),
-    "qwen3-0.6b-bd3lm": (
-        families.A2D_QWEN3,
-        {"kind": "bd3lm"},
-        families.A2D_QWEN3.checkpoints[1:],
-    ),
-    "qwen2.5-0.5b-mdlm": (
-        families.A2D_QWEN2,
-        {"kind": "mdlm"},
-        families.A2D_QWEN2.checkpoints[:1],
-    ),
-    "qwen2.5-0.5b-bd3lm": (
-        families.A2D_QWEN2,
-        {"kind": "bd3lm"},
-        families.A2D_QWEN2.checkpoints[1:],
-    ),
-    "fast-dllm-v2-7b": (
-        families.FAST_DLLM_V2,
-        {},
-        ("Efficient-Large-Model/Fast_dLLM_v2_7B",),
-    ),
-    "nemotron-8b": (
-        families.NEMOTRON_LABS,
-        {},
-        (
-            "nvidia/Nemotron-Labs-Diffusion-8B",
-            "nvidia/Nemotron-Labs-Diffusion-8B-Base",
-        ),
-    ),
-    "open-dcoder-0.5b": (families.OPEN_DCODER, {}, families.OPEN_DCODER.checkpoints),
-    "llada2-mini": (
-        families.LLADA2,
-        {"num_key_value_heads": 4},
-        ("inclusionAI/LLaDA2.0-mini", "inclusionAI/LLaDA2.1-mini"),
-    ),
+_SHAPES = {
+    name: (family, shape)
+    for family in FAMILIES.values()
+    for name, shape in family.shapes.items()
 }
-"""By name: the family, what differs from its defaults, and the released checkpoints of
-this shape. A model of the name has these sizes and random weights, and measures as a
-real one does."""
+"""By name: the family, and the shape. A model of the name has these sizes and random
+weights, and measures as a real one does."""
 
 
-def _released(family: ModelFamily, sizes: dict[str, Any]) -> dict[str, Any]:
-    """Config of a released checkpoint: the defaults of its family's keys, with
-    ``sizes``.
+def _released(family: ModelFamily, shape: Shape) -> dict[str, Any]:
+    """Config of a released checkpoint: the defaults of its family's keys, with those of
+    its shape.
     """
-    keys = SCHEMAS[family.architecture](torch_dtype="bfloat16", **sizes)
+    keys = SCHEMAS[family.architecture](torch_dtype="bfloat16", **shape.sizes)
     stated = {"model_type": family.model_type, "architectures": [family.architecture]}
     return keys.model_dump(exclude_none=True) | stated
 
 
 RELEASED_CONFIGS = {
-    name: _released(family, sizes)
-    for family, sizes, checkpoints in _SHAPES.values()
-    for name in checkpoints
+    checkpoint: _released(family, shape)
+    for family, shape in _SHAPES.values()
+    for checkpoint in shape.checkpoints or family.checkpoints
 }
 """Sizes of released checkpoints, for planning before anything is downloaded."""
 _SCALED = (
@@ -145,8 +74,7 @@ def named_shape(name: str) -> dict[str, Any]:
             f"model shape {name!r} is unknown; choose one of {', '.join(_SHAPES)}, or "
             f"one with /N"
         )
-    family, sizes, _ = _SHAPES[base]
-    config = _released(family, sizes)
+    config = _released(*_SHAPES[base])
     heads = config["n_heads" if "n_heads" in config else "num_attention_heads"]
     allowed = [n for n in range(1, heads + 1) if heads % n == 0]
     if slash and (not divisor.isdecimal() or int(divisor) not in allowed):

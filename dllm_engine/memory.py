@@ -27,17 +27,23 @@ from dllm_engine.text import readable_size, shortened
 FLOAT32_BYTES = 4
 VOCABULARY_PADDING = 64
 """vLLM rounds the rows of embedding and head up to this."""
+CPU_PAGE_POOL_BYTES = 1 << 30
+"""Memory for pages on a CPU, unless ``kv_cache_memory_bytes`` (or
+VLLM_CPU_KVCACHE_SPACE) is set. vLLM's own default of 92% of all memory fails on a
+machine where anything else runs."""
 
 
 class Deployment(BaseModel):
-    """A model, a GPU, and the requests to plan for."""
+    """A model, a GPU or a CPU, and the requests to plan for."""
 
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     model: str
     options: EngineOptions
-    gpu_memory: ByteSize
-    """Memory of one GPU, such as 80GiB."""
+    gpu_memory: ByteSize | None = None
+    """Memory of one GPU, such as 80GiB. None: there is no GPU, and what a CPU needs is
+    computed.
+    """
     prompt: PositiveInt = 1024
     """Tokens of a prompt."""
     response: PositiveInt = 256
@@ -67,8 +73,8 @@ class Deployment(BaseModel):
 
     @field_validator("gpu_memory", "overhead")
     @classmethod
-    def _with_unit(cls, size: ByteSize) -> ByteSize:
-        if 0 < size < 1 << 20:
+    def _with_unit(cls, size: ByteSize | None) -> ByteSize | None:
+        if size is not None and 0 < size < 1 << 20:
             raise ValueError(f"{size} bytes; give the unit too, as in {size}GiB")
         return size
 
@@ -96,7 +102,7 @@ class RequestDemand:
 
 class Sizing(Deployment):
     """A deployment with its open settings filled in, and what it takes. Everything is
-    per GPU.
+    per GPU, or per process of a CPU.
     """
 
     weight_bytes: int
@@ -112,6 +118,17 @@ class Sizing(Deployment):
     others: list[RequestDemand]
     """Under the other cache methods of the model, with their papers' options."""
     notes: list[str]
+
+    @property
+    def num_bytes(self) -> int:
+        """All of it together."""
+        return (
+            self.weight_bytes
+            + self.guide_weight_bytes
+            + self.activation_bytes
+            + self.overhead
+            + self.pool_bytes
+        )
 
 
 def plan(d: Deployment) -> Sizing:
@@ -149,18 +166,17 @@ def plan(d: Deployment) -> Sizing:
         config, tp, dtype.itemsize, d.quantization and QUANTIZATIONS[d.quantization]
     )
     guide_weights = sum(weight_bytes(guide, tp, dtype.itemsize) for guide in guides)
+    on_gpu = d.gpu_memory is not None
     activations = max(
-        activation_bytes(model, tp, dtype.itemsize, rows) for model in (config, *guides)
-    )
-    room = (
-        int(d.gpu_memory * d.gpu_memory_utilization)
-        - weights
-        - guide_weights
-        - activations
-        - d.overhead
+        activation_bytes(model, tp, dtype.itemsize, rows, on_gpu=on_gpu)
+        for model in (config, *guides)
     )
     for_pass = options.method.cost.num_bytes(rows, longest)
-    if room <= for_pass:
+    room = CPU_PAGE_POOL_BYTES + for_pass
+    if d.gpu_memory is not None:
+        taken = weights + guide_weights + activations + d.overhead
+        room = int(d.gpu_memory * d.gpu_memory_utilization) - taken
+    if d.gpu_memory is not None and room <= for_pass:
         raise ValueError(
             f"--gpu-memory {readable_size(d.gpu_memory)} leaves nothing for pages: "
             f"weights take {readable_size(weights + guide_weights)}, activations "
@@ -252,11 +268,13 @@ def request_demand(
     requests, limit = d.max_num_seqs, "max_num_seqs"
     if longest > num_pages:
         requests = 0
+        more = "--gpu-memory or --tensor-parallel-size"
+        if d.gpu_memory is None:
+            more = "--kv-cache-memory-bytes of the server"
         limit = (
             f"the pool's {num_pages} pages cannot hold one request of "
             f"max_model_len={d.max_model_len}, which may need {longest}; lower "
-            f"--prompt, --response or --max-model-len, retain less, or raise "
-            f"--gpu-memory or --tensor-parallel-size"
+            f"--prompt, --response or --max-model-len, retain less, or raise {more}"
         )
     elif pages and num_pages // pages < d.max_num_seqs:
         requests, limit = num_pages // pages, "pages"
@@ -471,7 +489,12 @@ def weight_bytes(
 
 
 def activation_bytes(
-    config: Any, tensor_parallel_size: int, dtype_bytes: int, rows: int
+    config: Any,
+    tensor_parallel_size: int,
+    dtype_bytes: int,
+    rows: int,
+    *,
+    on_gpu: bool = True,
 ) -> int:
     """Estimate of what a forward pass over ``rows`` holds at most: the larger of a
     layer's two halves, counted tensor by tensor (the fused projections, RoPE in
@@ -498,7 +521,7 @@ def activation_bytes(
             experts.top_k * (max(2 * width, hidden) + width) + 3 * shared + 2 * hidden,
         )
     phases = 2 * FLOAT32_BYTES * head_dim_of(config)
-    head_rows = min(rows_at_once(config.vocab_size, on_gpu=True), rows)
+    head_rows = min(rows_at_once(config.vocab_size, on_gpu=on_gpu), rows)
     head = head_rows * config.vocab_size * (dtype_bytes + FLOAT32_BYTES)
     return max(
         rows * (stream + max(attention, numbers * dtype_bytes) + phases),

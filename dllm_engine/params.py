@@ -9,7 +9,7 @@ import msgspec
 from vllm.sampling_params import SamplingParams
 
 from dllm_engine.decoding.unmasking_policies import PARALLEL_RULES
-from dllm_engine.families import LLADA
+from dllm_engine.families import FAMILIES
 from dllm_engine.options import EngineOptions
 from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.request_options.fields import RequestOptions, check_exclusions
@@ -25,6 +25,8 @@ _OWN_OPTIONS: dict[str, Any] = dict.fromkeys(RequestOptions.model_fields) | {
 """Fields of ``DiffusionParams`` that travel in ``extra_args``, and what they hold where
 they are not given.
 """
+_ANY_FAMILY = next(iter(FAMILIES.values()))
+"""Parameters are made before their model is known."""
 
 for _name in PARALLEL_OPTIONS:
     if _name in (*SamplingParams.__struct_fields__, "gen_length"):
@@ -123,7 +125,7 @@ class DiffusionParams(_Fields):
             del chosen["top_k"]
         options = parse_request_options(chosen)
         check_exclusions(options)
-        policy_and_rule(options, LLADA)
+        policy_and_rule(options, _ANY_FAMILY)
         others = {
             name: value
             for name, value in (self.extra_args or {}).items()

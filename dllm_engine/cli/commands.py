@@ -42,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     """
     parser = CommandParser(
         prog="dllm",
-        description="Diffusion language models (LLaDA, Dream, SDAR) inside vLLM.",
+        description="Diffusion language models inside vLLM.",
         epilog='To try it with the demo model: dllm generate "Reverse: Rome Tom Oslo"',
     )
     parser.add_argument(

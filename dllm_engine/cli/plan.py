@@ -1,7 +1,7 @@
-"""Compute how many requests fit a GPU.
+"""Compute how many requests fit a GPU, or what a CPU needs.
 
 By arithmetic, from the model's config alone: no weights are read, no GPU is needed.
-Sizes are per GPU.
+Sizes are per GPU; without ``--gpu-memory`` they are those of a CPU.
 """
 
 import argparse
@@ -51,10 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.gpu_memory is None:
-        raise ValueError(
-            "--gpu-memory is missing: the memory of one GPU, such as 80GiB"
-        )
     asked = given(args, Deployment.model_fields) | {"options": engine_options(args)}
     try:
         deployment = Deployment(**asked)
@@ -74,20 +70,7 @@ def as_text(s: Sizing) -> str:
     each cache method.
     """
     weights = "" if s.quantization is None else f" with {s.quantization} weights"
-    canvas = s.prompt + s.response
-    gpus = f"{s.tensor_parallel_size} GPU{'s' * (s.tensor_parallel_size > 1)}"
-    tokens = f"prompt {s.prompt} + response {s.response} = {canvas} tokens"
-    taken = (
-        s.weight_bytes
-        + s.guide_weight_bytes
-        + s.activation_bytes
-        + s.overhead
-        + s.pool_bytes
-    )
-    pool = (
-        f"{s.num_pages:,} pages of {readable_size(s.page_bytes)} "
-        f"({s.options.page_size} tokens of one layer)"
-    )
+    canvas, tp = s.prompt + s.response, s.tensor_parallel_size
     parts = [
         (
             "weights",
@@ -105,15 +88,22 @@ def as_text(s: Sizing) -> str:
             f"estimate, for {s.max_num_batched_tokens:,} rows",
         ),
         ("overhead", s.overhead, "assumed (--overhead)"),
-        (
-            "left unused",
-            s.gpu_memory - taken,
-            f"--gpu-memory-utilization {s.gpu_memory_utilization:g}",
-        ),
-        ("page pool", s.pool_bytes, pool),
     ]
+    note = (
+        f"{s.num_pages:,} pages of {readable_size(s.page_bytes)} "
+        f"({s.options.page_size} tokens of one layer)"
+    )
+    pool = ("page pool", s.pool_bytes, note)
+    if s.gpu_memory is None:
+        per, machine = "MEMORY", "a CPU" if tp == 1 else f"{tp} processes of a CPU"
+        parts += [pool, ("together", s.num_bytes, "what an engine needs")]
+    else:
+        per = "PER GPU"
+        machine = f"{tp} GPU{'s' * (tp > 1)} of {readable_size(s.gpu_memory)}"
+        share = f"--gpu-memory-utilization {s.gpu_memory_utilization:g}"
+        parts += [("left unused", s.gpu_memory - s.num_bytes, share), pool]
     memory = [
-        ("PER GPU", "SIZE", ""),
+        (per, "SIZE", ""),
         *((name, readable_size(size), note) for name, size, note in parts),
     ]
     titles = "CACHE METHOD,TOKENS RETAINED,PAGES/REQUEST,MEMORY/REQUEST,ROWS/STEP,REQUESTS AT ONCE,LIMIT".split(
@@ -124,8 +114,8 @@ def as_text(s: Sizing) -> str:
         for demand in (s.demand, *s.others)
     ]
     lines = [
-        f"{s.model} in {s.dtype}{weights} on {gpus} of {readable_size(s.gpu_memory)}: "
-        f"{tokens}",
+        f"{s.model} in {s.dtype}{weights} on {machine}: prompt {s.prompt} + response "
+        f"{s.response} = {canvas} tokens",
         "",
         format_table(memory),
         "",
@@ -167,12 +157,9 @@ def serve_command(s: Sizing, args: argparse.Namespace) -> list[str]:
         if s.options.cache_method == "none"
         else {"cache_method": s.options.cache_method}
     )
-    settled = (
-        "max_model_len",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "gpu_memory_utilization",
-    )
+    settled = ["max_model_len", "max_num_seqs", "max_num_batched_tokens"]
+    if s.gpu_memory is not None:
+        settled.append("gpu_memory_utilization")
     options |= {
         "cache_options": dict(args.cache_option),
         **{name: getattr(s, name) for name in settled},

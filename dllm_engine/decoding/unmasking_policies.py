@@ -250,9 +250,9 @@ class SpanState:
     fast passes fill it, and the next span begins there."""
 
     options: SlowFast
-    dream: bool
-    """True: Dream's code, which uses the sample variance of the estimates and rounds
-    their mean.
+    shifts_logits: bool
+    """True: the authors' code for models that shift logits, which uses the sample
+    variance of the estimates and rounds their mean.
     """
     block_start: int
     start: int
@@ -304,10 +304,10 @@ class SpanState:
                 )
         if state.is_slow or seen.first_masked < state.end:
             return state
-        return SpanState(self.options, self.dream, self.block_start, state.end)
+        return SpanState(self.options, self.shifts_logits, self.block_start, state.end)
 
     def _is_stable(self, estimates: Sequence[int]) -> bool:
-        if self.dream:
+        if self.shifts_logits:
             return (
                 len(estimates) == 1
                 or statistics.variance(estimates) <= self.options.span_variance
@@ -319,4 +319,6 @@ class SpanState:
         LLaDA's rounds down.
         """
         length = statistics.mean(estimates) - self.block_start
-        return self.block_start + (round(length) if self.dream else math.floor(length))
+        return self.block_start + (
+            round(length) if self.shifts_logits else math.floor(length)
+        )

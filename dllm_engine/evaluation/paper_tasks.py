@@ -23,10 +23,6 @@ _PAPERS: dict[str, dict[str, Any]] = tomllib.loads(
     Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
 )
 _TASK_FILES = Path(__file__).with_name("tasks")
-_BASE_WITH_BOS = ("Dream",)
-"""Model types whose authors begin the prompts of base models with the BOS token, which
-their tokenizers do not.
-"""
 PAPERS: dict[str, str] = {name: paper["title"] for name, paper in _PAPERS.items()}
 """In the order in which they are asked for a benchmark's settings where
 none is named.
@@ -100,7 +96,7 @@ def paper_task(
 
 def is_for(row: dict[str, Any], family: ModelFamily, is_base: bool) -> bool:
     """True if a row is for models of a family, instructed or not."""
-    # DreamReasoner has Dream's type, and none of its settings.
+    # A block model may have the type of another family, and none of its settings.
     is_familys = "family" not in row or (
         row["family"] == family.model_type and family.attention == "full"
     )
@@ -149,7 +145,7 @@ def tasks_of_papers(
         paper_task(benchmark, family, paper, is_base=is_base)
         for benchmark in benchmarks
     ]
-    add_bos_token = True if is_base and family.model_type in _BASE_WITH_BOS else None
+    add_bos_token = True if is_base and family.base_prompts_have_bos else None
     return [
         harness_task(row, model, is_base=is_base, add_bos_token=add_bos_token)
         for row in rows

@@ -1,7 +1,6 @@
 """Model families: the table of their facts, and what configs say beside it."""
 
 from dllm_engine.families.config_tokens import (
-    barred_tokens,
     every_end_token,
     model_end_tokens,
     released_defaults,
@@ -14,6 +13,7 @@ from dllm_engine.families.family import (
     ModelFamily,
     NamedModules,
     ScheduleKind,
+    Shape,
     Shard,
     TensorNames,
 )
@@ -44,9 +44,9 @@ __all__ = [
     "ModelFamily",
     "NamedModules",
     "ScheduleKind",
+    "Shape",
     "Shard",
     "TensorNames",
-    "barred_tokens",
     "every_end_token",
     "model_end_tokens",
     "released_defaults",

@@ -16,16 +16,6 @@ def released_defaults(hf_config: Any) -> Mapping[str, Any]:
     return by_name.get(name, {})
 
 
-def barred_tokens(hf_config: object) -> list[int]:
-    """Tokens that are never chosen: LLaDA2.2's, which delete and insert others by a
-    rule that is not published.
-    """
-    return [
-        *_config_tokens(hf_config, "delete_token_id"),
-        *_config_tokens(hf_config, "split_token_id"),
-    ]
-
-
 def model_end_tokens(hf_config: object) -> list[int]:
     """The end tokens that a checkpoint's config names."""
     return _config_tokens(hf_config, "eos_token_id")

@@ -139,6 +139,27 @@ class Disguise:
 
 
 @dataclass(frozen=True)
+class Unsupported:
+    """Models that are not served although their configs are like a family's."""
+
+    name: str
+    """In the models' own names."""
+    keys: tuple[str, ...]
+    """Keys that only their configs state."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes that released checkpoints share."""
+
+    sizes: Mapping[str, Any]
+    """Keys of the config that differ from the family's defaults."""
+    checkpoints: tuple[str, ...] | None = None
+    """None: all of the family."""
+
+
+@dataclass(frozen=True)
 class ModelFamily:
     """Facts that all checkpoints of one architecture share."""
 
@@ -149,6 +170,8 @@ class ModelFamily:
     """The entry of ``architectures`` in config.json, which tells families apart, and
     under which vLLM finds the model class."""
     checkpoints: tuple[str, ...]
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
+    """By the names that ``dllm bench`` knows them by."""
     disguise: "Disguise | None" = None
     """What released configs state instead; None: the two above."""
 
@@ -225,10 +248,14 @@ class ModelFamily:
     """Defaults of requests to released checkpoints that only their names tell from
     others.
     """
-    other_kind: tuple[str, str] | None = None
-    """The name of checkpoints whose configs are like the family's, and why they are not
-    supported.
+    block_size_in_name: str | None = None
+    """Pattern of the names of released checkpoints that state the length of their
+    blocks.
     """
+    base_prompts_have_bos: bool = False
+    """True if the authors begin the prompts of base models with the BOS token, which
+    the tokenizer does not."""
+    unsupported: tuple[Unsupported, ...] = ()
 
     def block_length_of(self, gen_length: int) -> int:
         """Block length of a request that names none. Attention by blocks has the same

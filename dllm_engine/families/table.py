@@ -9,6 +9,8 @@ from dllm_engine.families.family import (
     TRANSFORMERS_NAMES,
     Disguise,
     ModelFamily,
+    Shape,
+    Unsupported,
 )
 
 
@@ -41,6 +43,7 @@ LLADA = ModelFamily(
         "GSAI-ML/LLaDA-8B-Instruct",
         "GSAI-ML/LLaDA-1.5",
     ),
+    shapes={"llada-8b": Shape({"mlp_hidden_size": 12_288, "embedding_size": 126_464})},
     names=LLADA_NAMES,
     key_names={
         "hidden_size": "d_model",
@@ -90,6 +93,7 @@ LLADA_MOE = ModelFamily(
         "inclusionAI/LLaDA-MoE-7B-A1B-Base",
         "inclusionAI/LLaDA-MoE-7B-A1B-Instruct",
     ),
+    shapes={"llada-moe-7b": Shape({"qk_layernorm": True})},
     key_names={"intermediate_size": "dense_intermediate_size"},
     defaults={
         "vocab_size": 157_184,
@@ -118,6 +122,12 @@ DREAM = ModelFamily(
         "Dream-org/Dream-Coder-v0-Instruct-7B",
         "apple/DiffuCoder-7B-Instruct",
     ),
+    shapes={
+        "dream-7b": Shape(
+            {"num_key_value_heads": 4},
+            ("Dream-org/Dream-v0-Base-7B", "Dream-org/Dream-v0-Instruct-7B"),
+        )
+    },
     schedule="timestep",
     shifts_logits=True,
     default_unmasking="entropy",
@@ -134,10 +144,13 @@ DREAM = ModelFamily(
     special_ids={"end_of_turn_token_id": 151_645},
     fixed={"attention_bias": (None, True)},
     without_effect=_WINDOW,
-    other_kind=(
-        "DreamOn",
-        "expands and deletes masks while it decodes, which is not supported; take a "
-        "Dream checkpoint",
+    base_prompts_have_bos=True,
+    unsupported=(
+        Unsupported(
+            "DreamOn",
+            ("expand_token_id",),
+            "expands and deletes masks while it decodes; take a Dream checkpoint",
+        ),
     ),
 )
 SDAR = ModelFamily(
@@ -152,6 +165,13 @@ SDAR = ModelFamily(
         "Gen-Verse/TraDo-8B-Instruct",
         "Gen-Verse/TraDo-8B-Thinking",
     ),
+    shapes={
+        "sdar-8b": Shape({"num_key_value_heads": 8}, ("JetLM/SDAR-8B-Chat",)),
+        "sdar-8b-b32": Shape(
+            {"num_key_value_heads": 8, "block_size": 32}, ("JetLM/SDAR-8B-Chat-b32",)
+        ),
+    },
+    block_size_in_name=r"SDAR-.*-b(\d+)(?=$|[-_])",
     default_block_length=4,
     attention="block_causal",
     qk_norm=True,
@@ -177,6 +197,7 @@ SDAR_MOE = replace(
     model_type="sdar_moe",
     architecture="SDARMoeForCausalLM",
     checkpoints=("JetLM/SDAR-30B-A3B-Chat", "JetLM/SDAR-30B-A3B-Sci"),
+    shapes={"sdar-30b": Shape({"head_dim": 128}, ("JetLM/SDAR-30B-A3B-Chat",))},
     defaults=_sizes(
         151_936, 2048, 6144, 48, 32, 32_768, 1_000_000.0, num_key_value_heads=4
     ),
@@ -187,6 +208,12 @@ LLADA2 = ModelFamily(
     model_type="llada2_moe",
     architecture="LLaDA2MoeModelLM",
     checkpoints=("inclusionAI/LLaDA2.0-mini", "inclusionAI/LLaDA2.0-flash", *_LLADA21),
+    shapes={
+        "llada2-mini": Shape(
+            {"num_key_value_heads": 4},
+            ("inclusionAI/LLaDA2.0-mini", "inclusionAI/LLaDA2.1-mini"),
+        )
+    },
     attention="block_causal",
     names=LLADA2_NAMES,
     released_defaults={
@@ -213,12 +240,21 @@ LLADA2 = ModelFamily(
     },
     without_effect=_WINDOW,
     turns_parts=True,
+    unsupported=(
+        Unsupported(
+            "LLaDA2.2",
+            ("delete_token_id", "split_token_id"),
+            "deletes and inserts tokens while it decodes, by a rule that is not "
+            "published; take LLaDA2.1",
+        ),
+    ),
 )
 ILLADA = ModelFamily(
     name="iLLaDA",
     model_type="illada",
     architecture="ILLaDAForCausalLM",
     checkpoints=("GSAI-ML/iLLaDA-8B-Base", "GSAI-ML/iLLaDA-8B-Instruct"),
+    shapes={"illada-8b": Shape({})},
     defaults=_sizes(
         155_136,
         4096,
@@ -243,6 +279,7 @@ STABLE_DIFFCODER = replace(
         "ByteDance-Seed/Stable-DiffCoder-8B-Base",
         "ByteDance-Seed/Stable-DiffCoder-8B-Instruct",
     ),
+    shapes={"stable-diffcoder-8b": Shape({})},
     default_block_length=4,
     attention="block_causal",
     whole_blocks=False,
@@ -256,6 +293,7 @@ DREAM_REASONER = replace(
     model_type="Dream",
     architecture="DreamForCausalLM",
     checkpoints=("Dream-org/DreamReasoner-8B",),
+    shapes={"dreamreasoner-8b": Shape({})},
     default_block_length=32,
     defaults={**SDAR.defaults, "num_key_value_heads": 8, "head_dim": 128},
     without_effect=_WINDOW,
@@ -268,6 +306,14 @@ A2D_QWEN3 = ModelFamily(
         "dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1",
         "dllm-hub/Qwen3-0.6B-diffusion-bd3lm-v0.1",
     ),
+    shapes={
+        "qwen3-0.6b-mdlm": Shape(
+            {"kind": "mdlm"}, ("dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1",)
+        ),
+        "qwen3-0.6b-bd3lm": Shape(
+            {"kind": "bd3lm"}, ("dllm-hub/Qwen3-0.6B-diffusion-bd3lm-v0.1",)
+        ),
+    },
     schedule="rounded",
     mask_token="<|mask|>",
     kinds={
@@ -308,6 +354,16 @@ A2D_QWEN2 = replace(
         "dllm-hub/Qwen2.5-Coder-0.5B-Instruct-diffusion-mdlm-v0.1",
         "dllm-hub/Qwen2.5-Coder-0.5B-Instruct-diffusion-bd3lm-v0.1",
     ),
+    shapes={
+        "qwen2.5-0.5b-mdlm": Shape(
+            {"kind": "mdlm"},
+            ("dllm-hub/Qwen2.5-Coder-0.5B-Instruct-diffusion-mdlm-v0.1",),
+        ),
+        "qwen2.5-0.5b-bd3lm": Shape(
+            {"kind": "bd3lm"},
+            ("dllm-hub/Qwen2.5-Coder-0.5B-Instruct-diffusion-bd3lm-v0.1",),
+        ),
+    },
     qkv_bias=True,
     qk_norm=False,
     defaults=_sizes(
@@ -330,12 +386,14 @@ OPEN_DCODER = replace(
     model_type="qwen2",
     architecture="OpenDcoderForCausalLM",
     checkpoints=("fredzzp/open-dcoder-0.5B",),
+    shapes={"open-dcoder-0.5b": Shape({})},
     disguise=Disguise("Qwen2ForCausalLM", "open-dcoder"),
     strict_entropy_threshold=False,
     mask_token="<M>",
     defaults=A2D_QWEN2.defaults,
     special_ids={"mask_token_id": 151_665, "eos_token_id": 151_643},
-    other_kind=None,
+    base_prompts_have_bos=False,
+    unsupported=(),
 )
 FAST_DLLM_V2 = replace(
     A2D_QWEN2,
@@ -346,6 +404,19 @@ FAST_DLLM_V2 = replace(
         "Efficient-Large-Model/Fast_dLLM_v2_1.5B",
         "Efficient-Large-Model/Fast_dLLM_v2_7B",
     ),
+    shapes={
+        "fast-dllm-v2-1.5b": Shape(
+            {
+                "hidden_size": 1536,
+                "intermediate_size": 8960,
+                "num_attention_heads": 12,
+                "num_key_value_heads": 2,
+                "tie_word_embeddings": True,
+            },
+            ("Efficient-Large-Model/Fast_dLLM_v2_1.5B",),
+        ),
+        "fast-dllm-v2-7b": Shape({}, ("Efficient-Large-Model/Fast_dLLM_v2_7B",)),
+    },
     schedule="uniform",
     shifts_logits=True,
     attention="block_causal",
@@ -383,6 +454,29 @@ NEMOTRON_LABS = ModelFamily(
         "nvidia/Nemotron-Labs-Diffusion-14B",
         "nvidia/Nemotron-Labs-Diffusion-14B-Base",
     ),
+    shapes={
+        "nemotron-3b": Shape(
+            {"hidden_size": 3072, "intermediate_size": 9216, "num_hidden_layers": 26},
+            (
+                "nvidia/Nemotron-Labs-Diffusion-3B",
+                "nvidia/Nemotron-Labs-Diffusion-3B-Base",
+            ),
+        ),
+        "nemotron-8b": Shape(
+            {},
+            (
+                "nvidia/Nemotron-Labs-Diffusion-8B",
+                "nvidia/Nemotron-Labs-Diffusion-8B-Base",
+            ),
+        ),
+        "nemotron-14b": Shape(
+            {"hidden_size": 5120, "intermediate_size": 16_384, "num_hidden_layers": 40},
+            (
+                "nvidia/Nemotron-Labs-Diffusion-14B",
+                "nvidia/Nemotron-Labs-Diffusion-14B-Base",
+            ),
+        ),
+    },
     attention="causal",
     block_origin="response",
     whole_blocks=False,
@@ -444,5 +538,6 @@ NOT_SUPPORTED = {
         "positions"
     ),
     "modernbert": "ModernBERT has other layers: LayerNorm, and local attention",
+    "nemotron_labs_diffusion_vlm": "Nemotron-Labs-Diffusion-VLM reads pictures",
 }
 """Diffusion models that are not served, by a part of ``model_type``, and why."""

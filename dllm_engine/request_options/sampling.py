@@ -10,7 +10,6 @@ from pydantic import Field
 from dllm_engine.decoding.canvas_layout import CanvasLayout
 from dllm_engine.decoding.spec import Sampling, TokenBias
 from dllm_engine.decoding.unmasking_policies import MOST_TOKENS
-from dllm_engine.families import barred_tokens
 from dllm_engine.request_options.context import RequestContext, refused
 from dllm_engine.request_options.facts import OptionGroup
 
@@ -52,15 +51,12 @@ def resolve_sampling(
     added = {
         token: number for token, number in (params.logit_bias or {}).items() if number
     }
-    biases = (
-        TokenBias.barring(barred_tokens(request.hf_config), layout.canvas_length),
-        TokenBias(layout.canvas_length, tuple(sorted(added.items()))),
-    )
+    bias = TokenBias(layout.canvas_length, tuple(sorted(added.items())))
     return Sampling(
         params.temperature,
         top_p,
         top_k,
-        token_biases=tuple(bias for bias in biases if bias.values),
+        token_biases=(bias,) if bias.values else (),
     )
 
 

@@ -2,6 +2,7 @@
 model is one of ours.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from dllm_engine.admission import unsupported
 from dllm_engine.cache_methods.page_demand import PageDemand
 from dllm_engine.checkpoints import check_folder
 from dllm_engine.decoding.unmasking_policies import PARALLEL_RULES
-from dllm_engine.families import ModelFamily, barred_tokens, released_defaults
+from dllm_engine.families import ModelFamily, released_defaults
+from dllm_engine.memory import CPU_PAGE_POOL_BYTES
 from dllm_engine.model_executor.guide.sizes import guide_config, guide_shape
 from dllm_engine.model_executor.guide.text import Retokenizer
 from dllm_engine.model_executor.loading.files import check_generation_config
@@ -54,10 +56,6 @@ from dllm_engine.vllm_hooks.refused_settings import SCHEDULER_CLASS, refuse_unsu
 
 logger = init_logger(f"vllm.{__name__}")
 
-CPU_PAGE_POOL_BYTES = 1 << 30
-"""Memory for pages on a CPU, unless ``kv_cache_memory_bytes`` (or
-VLLM_CPU_KVCACHE_SPACE) is set. vLLM's own default of 92% of all memory fails on a
-machine where anything else runs."""
 WORKER_CLASSES = {
     "cpu": "dllm_engine.model_executor.workers.cpu.DiffusionCPUWorker",
     "cuda": "dllm_engine.model_executor.workers.gpu.DiffusionGPUWorker",
@@ -293,7 +291,7 @@ def _settle_engine_options(vllm_config: VllmConfig) -> EngineOptions:
     )
     family = model_config.hf_config.family
     check_attention(RequestOptions.model_validate(defaults), family)
-    named_block_size = block_size_of(own_name(model_config.model))
+    named_block_size = block_size_of(family, own_name(model_config.model))
     if (
         family.attention == "block_causal"
         and named_block_size == family.default_block_length
@@ -303,30 +301,7 @@ def _settle_engine_options(vllm_config: VllmConfig) -> EngineOptions:
             model_config.model,
             named_block_size,
         )
-    if barred_tokens(model_config.hf_config):
-        logger.warning_once(
-            "%s: LLaDA2.2 deletes and inserts tokens while it decodes, by a rule that "
-            "is not published; here it only fills, and replaces with edit_threshold. "
-            "Expect worse answers",
-            model_config.model,
-        )
-    elif (
-        family.released_defaults
-        and "edit_threshold" not in defaults
-        and not _is_released(model_config.model, family)
-    ):
-        logger.info_once(
-            "%s: its config does not say whether it is LLaDA2.0, or LLaDA2.1, which "
-            "also edits decided tokens; taking LLaDA2.0. To edit, set "
-            "request_defaults={'threshold': 0.95, 'edit_threshold': 0.9}",
-            model_config.model,
-        )
-    if named := released_defaults(model_config.hf_config):
-        logger.info_once(
-            "%s: requests get %s by default, as its name says",
-            model_config.model,
-            assignments(dict(named)),
-        )
+    _tell_of_released_defaults(model_config, defaults)
     options = options.model_copy(update={"request_defaults": defaults})
     asked, options = options, options.with_paper_settings(model_config.model, family)
     _tell_of_guessed_settings(asked, options, model_config)
@@ -388,6 +363,31 @@ def _check_block_size(model_config: ModelConfig) -> None:
 def _is_released(model: str, family: ModelFamily) -> bool:
     """Return True if a model has the name of a released checkpoint."""
     return own_name(model) in map(own_name, family.checkpoints)
+
+
+def _tell_of_released_defaults(
+    model_config: ModelConfig, defaults: Mapping[str, Any]
+) -> None:
+    """Say which defaults a model's name brings, or would bring if it were another's."""
+    model, family = model_config.model, model_config.hf_config.family
+    if named := released_defaults(model_config.hf_config):
+        logger.info_once(
+            "%s: requests get %s by default, as its name says",
+            model,
+            assignments(dict(named)),
+        )
+        return
+    if _is_released(model, family):
+        return
+    for name, others in family.released_defaults.items():
+        if not others.keys() <= defaults.keys():
+            logger.info_once(
+                "%s: requests to %s get %s by default, which this model's name does "
+                "not say it is; if it is one, set them in request_defaults",
+                model,
+                name,
+                assignments(dict(others)),
+            )
 
 
 def _tell_of_guessed_settings(

@@ -136,12 +136,18 @@ def _check_readable(path: Path, stated: dict[str, Any]) -> None:
     raise ValueError(f"{path} cannot be read: {cut(one_line(whole))}") from None
 
 
-def token_id(model: str, token: str) -> int | None:
-    """The id of an added token in the tokenizer of the folder ``model``; None where no
-    file names it.
+def mask_token_id(model: str, usual: str | None) -> int | None:
+    """The id of the mask in the tokenizer of the folder ``model``: of its
+    ``mask_token``, else of the added token ``usual``; None where no file names one.
     """
     path = Path(model) / "tokenizer_config.json"
-    added = read_object(path).get("added_tokens_decoder") if path.is_file() else None
+    stated = read_object(path) if path.is_file() else {}
+    token = stated.get("mask_token") or usual
+    if isinstance(token, dict):
+        token = token.get("content")
+    if not isinstance(token, str):
+        return None
+    added = stated.get("added_tokens_decoder")
     for number, entry in added.items() if isinstance(added, dict) else ():
         if isinstance(entry, dict) and entry.get("content") == token:
             return int(number) if number.isdecimal() else None

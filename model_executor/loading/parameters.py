@@ -39,6 +39,7 @@ class FillableModel(Protocol):
     names: ClassVar[TensorNames]
     config: Any
     experts: ExpertShape | None
+    has_tied_head: bool
     takes_parts: bool
     """True while some tensors are given at a time, so that none is missing."""
 
@@ -63,7 +64,7 @@ def fill_parameters(
     """The embedding and the head of a model in which they are one."""
     for tensor_name, tensor in weights:
         name, shard = _locate(tensor_name, model, in_layer)
-        if model.config.tie_word_embeddings and name in _TIED:
+        if model.has_tied_head and name in _TIED:
             tied.append(tensor)
             if len(tied) == len(_TIED) and not torch.equal(*tied):
                 raise ValueError(

@@ -73,10 +73,6 @@ _WITHOUT_EFFECT = (
     "router_aux_loss_coef",
 )
 """Keys of any family that say nothing about what a model computes."""
-_BLOCK_SIZE_IN_NAME = re.compile(r"SDAR-.*-b(\d+)(?=$|[-_])")
-"""Checkpoints that were trained for longer blocks are named after them:
-``JetLM/SDAR-8B-Chat-b32``.
-"""
 _ROPE_KEYS = (
     "rope_type",
     "rope_theta",
@@ -101,9 +97,11 @@ _MOST_KEYS = 10
 _ROPE_TYPES = ("default", "linear", "dynamic", "yarn")
 
 
-def block_size_of(model_name: str) -> int | None:
+def block_size_of(family: ModelFamily, model_name: str) -> int | None:
     """The length of the blocks that a model's own name states."""
-    named = _BLOCK_SIZE_IN_NAME.search(model_name)
+    if family.block_size_in_name is None:
+        return None
+    named = re.search(family.block_size_in_name, model_name)
     return None if named is None else int(named[1])
 
 
@@ -159,17 +157,20 @@ class CheckpointKeys(BaseModel):
     def _of_the_family(self) -> Self:
         stated, model_type = self.architectures, self.family.model_type
         if stated is not None and not {*stated} & self.family.architectures:
+            families = {**FAMILIES, self.family.architecture: self.family}.values()
             known = [
                 repr(family.architecture)
-                for family in {
-                    **FAMILIES,
-                    self.family.architecture: self.family,
-                }.values()
+                for family in families
                 if family.model_type == model_type
+            ]
+            others = [
+                f", and {family.architecture!r} with {family.model_type!r}"
+                for family in families
+                if family.architecture in stated
             ]
             raise ValueError(
                 f"architectures={shortened(stated)}: model_type={model_type!r} goes "
-                f"with the architecture {' or '.join(known)}"
+                f"with the architecture {' or '.join(known)}{''.join(others)}"
             )
         if self.vocab_size == type(self).model_fields["vocab_size"].default:
             for name, token in self.family.special_ids.items():
@@ -292,16 +293,15 @@ class CheckpointKeys(BaseModel):
         """Validate ``values``; raises ``ValueError`` naming ``source``, the key, its
         value and what it may be. ``model_name``: the model's own name, which tells what
         the file may leave out."""
-        if cls.family.other_kind is not None:
-            other, reason = cls.family.other_kind
-            if has_word(model_name, other):
-                raise ValueError(f"{source}: {other} {reason}")
+        for other in cls.family.unsupported:
+            stated = [key for key in other.keys if values.get(key) is not None]
+            if stated or has_word(model_name, other.name):
+                raise ValueError(
+                    f"{source}: {other.name} is not supported: it {other.reason}"
+                )
         if (kind := kind_of(cls.family, model_name)) is not None:
             values = {"kind": kind} | dict(values)
-        if (
-            "block_size" in cls.model_fields
-            and (block_size := block_size_of(model_name)) is not None
-        ):
+        if (block_size := block_size_of(cls.family, model_name)) is not None:
             values = {"block_size": block_size} | dict(values)
         ignored = {
             *_WITHOUT_EFFECT,
@@ -481,8 +481,6 @@ class LLaDA2Keys(DenseKeys):
     topk_group: Size = 4
     routed_scaling_factor: Annotated[float, Field(gt=0)] = 2.5
     expert_capacity: Count = 0
-    delete_token_id: Count | None = None
-    split_token_id: Count | None = None
     moe_router_enable_expert_bias: bool = True
 
     @staticmethod

@@ -22,11 +22,15 @@ from dllm_engine.families import (
     ExpertShape,
     ModelFamily,
 )
-from dllm_engine.model_executor.loading.files import token_id
-from dllm_engine.model_executor.models.config_keys import SCHEMAS, CheckpointKeys
+from dllm_engine.model_executor.loading.files import mask_token_id
+from dllm_engine.model_executor.models.config_keys import (
+    QUERY_SCALE,
+    SCHEMAS,
+    CheckpointKeys,
+)
 from dllm_engine.model_name import has_word, own_name
 from dllm_engine.options import OPTIONS_KEY
-from dllm_engine.text import cut, one_line, shortened
+from dllm_engine.text import cut, did_you_mean, one_line, shortened
 
 _KEPT_KEYS = ("name_or_path", "_name_or_path", OPTIONS_KEY)
 """Keys beside a schema's that a config keeps."""
@@ -40,7 +44,7 @@ class Config(PretrainedConfig):
     so that the same rules hold as for the file."""
 
     schema: ClassVar[type[CheckpointKeys]]
-    ignore_keys_at_rope_validation = frozenset({"partial_rotary_factor"})
+    ignore_keys_at_rope_validation = frozenset({"partial_rotary_factor", QUERY_SCALE})
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -135,8 +139,9 @@ class Config(PretrainedConfig):
             )
         if self.mask_token_id is None:
             raise ValueError(
-                f"{_source(self._stated)} has no 'mask_token_id'; a diffusion language "
-                f"model needs the id of its mask token there or in hf_overrides"
+                f"{_source(self._stated)} has no 'mask_token_id', and the tokenizer "
+                f"names no mask; a diffusion language model needs the id of its mask "
+                f"token there or in hf_overrides"
             )
 
     @property
@@ -155,7 +160,7 @@ class Config(PretrainedConfig):
                 f"{source}: model_type={model_type!r}, but the file is of "
                 f"model_type={self.model_type!r}"
             )
-        own = self._told_by_tokenizer(values) | self._of_schema(values)
+        own = self._of_schema(values) | self._told_by_tokenizer(values)
         stated = self.schema.read(own, source, _model_name(values))
         self.__dict__.clear()
         kept = {name: values[name] for name in _KEPT_KEYS if name in values}
@@ -178,9 +183,10 @@ class Config(PretrainedConfig):
 
     def _told_by_tokenizer(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The id of the mask, where the folder's tokenizer names it."""
-        mask = self.schema.family.mask_token
         folder = values.get("name_or_path")
-        token = token_id(folder, mask) if mask is not None and folder else None
+        if not folder or values.get("mask_token_id") is not None:
+            return {}
+        token = mask_token_id(folder, self.schema.family.mask_token)
         return {} if token is None else {"mask_token_id": token}
 
     def _of_schema(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -341,12 +347,23 @@ def unsupported_model(model: str, model_type: object, architectures: object) -> 
     for part, reason in NOT_SUPPORTED.items():
         if part in str(model_type).lower():
             return f"model {model!r}{listed} is not supported: {reason}"
+    named = architectures if isinstance(architectures, list) else []
+    types = {family.model_type for family in FAMILIES.values()}
+    nearest = did_you_mean(str(model_type), types)
+    for family in FAMILIES.values():
+        if family.architecture in named:
+            nearest = f"; {family.architecture} goes with {family.model_type!r}"
+        elif family.disguise is not None and family.disguise.architecture in named:
+            nearest = (
+                f"; if it is of {family.name}, set hf_overrides="
+                f'{{"architectures": ["{family.architecture}"]}}'
+            )
     supported = ", ".join(
         f"{family.architecture} ({family.name})" for family in FAMILIES.values()
     )
     return (
         f"model {model!r}{listed}: model_type={shortened(model_type)} is not a "
-        f"supported diffusion language model; supported: {supported}"
+        f"supported diffusion language model{nearest}; supported: {supported}"
     )
 
 

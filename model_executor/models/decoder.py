@@ -265,7 +265,12 @@ class DiffusionDecoder(nn.Module):
         self.lm_head = ParallelLMHead(
             *sizes, quant_config=quant_config, prefix=self.names.head
         )
-        if self.config.tie_word_embeddings:
+        # vLLM changes the config of a checkpoint that stores its tied head as well, and
+        # would take a different one.
+        self.has_tied_head = self.config.tie_word_embeddings or (
+            hf_config is None and model_config.word_embeddings_untied_by_checkpoint
+        )
+        if self.has_tied_head:
             self.lm_head = self.lm_head.tie_weights(self.embedding)
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:

@@ -47,7 +47,6 @@ SERVE = "serve demo --port 0"
         (f"{SERVE} --cache-method sparse --retention-ratio 2", "retention_ratio=2"),
         (f'{SERVE} --additional-config={{"dllm":{{"x":1}}}}', "'x'=1"),
         (f'{SERVE} --additional-config={{"dllm":1}}', "must be a JSON object"),
-        (PLAN, "--gpu-memory is missing"),
         (
             f"{PLAN} --gpu-memory=80horses",
             "gpu_memory='80horses': could not interpret byte unit: horses",

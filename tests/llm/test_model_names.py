@@ -133,7 +133,7 @@ def test_a_folder_above_makes_no_dream_on(checkpoint, above):
     "folder", ["DreamOn-v0-7B", "models--Dream-org--DreamOn-v0-7B/snapshots/0123abcd"]
 )
 def test_dream_on_is_refused_by_its_own_name(checkpoint, folder):
-    with pytest.raises(ValueError, match="DreamOn expands and deletes masks"):
+    with pytest.raises(ValueError, match="DreamOn is not supported: it expands and"):
         load_config(checkpoint(folder, DREAM))
 
 

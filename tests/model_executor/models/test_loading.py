@@ -20,28 +20,41 @@ PROMPT = [11, 12, 13, 14]
 BLOCK_0 = "model.transformer.blocks.0."
 
 
-def test_tied_checkpoint_may_carry_a_redundant_head(engines, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "key", "embedding", "head"),
+    [
+        (
+            "llada",
+            "weight_tying",
+            "model.transformer.wte.weight",
+            "model.transformer.ff_out.weight",
+        ),
+        ("a2d", "tie_word_embeddings", "model.embed_tokens.weight", "lm_head.weight"),
+    ],
+)
+def test_tied_checkpoint_may_carry_a_redundant_head(
+    engines, tmp_path, family, key, embedding, head
+):
     def add_head(tensors):
-        embedding = tensors["model.transformer.wte.weight"]
-        tensors["model.transformer.ff_out.weight"] = embedding.clone()
+        tensors[head] = tensors[embedding].clone()
 
     def add_other_head(tensors):
         add_head(tensors)
-        tensors["model.transformer.ff_out.weight"][3] += 1
+        tensors[head][3] += 1
 
-    plain = tiny_checkpoints.write("llada", tmp_path / "plain", weight_tying=True)
-    redundant = tiny_checkpoints.write(
-        "llada", tmp_path / "redundant", weight_tying=True, edit=add_head
-    )
+    def written(name, edit=None, **config):
+        return tiny_checkpoints.write(family, tmp_path / name, edit=edit, **config)
+
+    plain = written("plain", **{key: True})
+    redundant = written("redundant", add_head, **{key: True})
     settings = {"gen_length": 16, "block_length": 8, "ignore_eos": True}
     assert tokens_of(engines(redundant), PROMPT, **settings) == tokens_of(
         engines(plain), PROMPT, **settings
     )
-    other = tiny_checkpoints.write(
-        "llada", tmp_path / "other", weight_tying=True, edit=add_other_head
-    )
-    with pytest.raises(ValueError, match=r"ff_out\.weight differs from .*wte\.weight"):
+    other = written("other", add_other_head, **{key: True})
+    with pytest.raises(ValueError, match=f"{head} differs from {embedding}"):
         engines(other)
+    engines(other, hf_overrides={"tie_word_embeddings": False})
 
 
 EXPERT = "model.layers.1.mlp.experts.3.down_proj.weight"

@@ -90,7 +90,6 @@ def test_a_size_that_is_none_is_named(config, key, value):
             DREAM,
             {
                 "use_sliding_window": True,
-                "expand_token_id": 7,
                 "layer_types": ["sliding_attention"],
             },
         ),
