@@ -1,8 +1,10 @@
 """Fit a model's probabilities to labelled questions.
 
-Asks each question, fits a temperature for each kind (yes or no, choice, score) on one
-half of them, and prints scores of the other half before and after. Run again, the same
-command goes on where it stopped.
+Asks each question, with its options in several orders and also without the input. Fits
+a temperature for each kind (yes or no, choice, score) on one half of them, takes the
+mean over orders and divides by what is answered without input where that helps, and
+prints scores of the other half before and after. Run again, the same command goes on
+where it stopped.
 """
 
 import argparse
@@ -59,26 +61,29 @@ def run(args: argparse.Namespace) -> int:
     fitted = fit(questions, measured, args.seed)
     fitted.calibration.write(args.output)
     rows, curves = [], {}
-    for name, scores in (("before", fitted.before), ("after", fitted.after)):
+    for name, scores, flips in (
+        ("before", fitted.before, fitted.flips_before),
+        ("after", fitted.after, fitted.flips_after),
+    ):
         error = scores.calibration_error
-        rows.append(
-            (
-                name,
-                f"{scores.accuracy:.3f}",
-                f"{error:.3f}",
-                f"{scores.brier:.3f}",
-                f"{scores.log_loss:.3f}",
-            )
-        )
+        figures = (scores.accuracy, error, scores.brier, scores.log_loss, flips)
+        rows.append((name, *(f"{figure:.3f}" for figure in figures)))
         curves[f"{name} (error {error:.3f})"] = scores.bins
-    columns = ("", "ACCURACY", "CALIBRATION ERROR", "BRIER", "LOG LOSS")
+    columns = ("", "ACCURACY", "CALIBRATION ERROR", "BRIER", "LOG LOSS", "FLIPS")
     print(format_table([columns, *rows]))
-    print(f"\n{len(fitted.before.right)} questions were held back.")
-    print(f"Choices that change with the order of the labels: {fitted.flips:.1%}")
-    for kind, temperature in fitted.calibration.temperatures.items():
-        print(f"{kind}: temperature {temperature:.2f}")
-    if not fitted.calibration.temperatures:
-        print("No temperature makes the held-back questions more probable.")
+    print(
+        f"\n{len(fitted.before.right)} questions were held back. FLIPS: choices that "
+        f"change with the order of the labels."
+    )
+    for kind, correction in fitted.calibration.corrections.items():
+        steps = [f"temperature {correction.temperature:.2f}"]
+        if correction.orders > 1:
+            steps.append(f"mean over {correction.orders} orders")
+        if correction.has_prior:
+            steps.append("divided by the answers without input")
+        print(f"{kind}: {', '.join(steps)}")
+    if not fitted.calibration.corrections:
+        print("No correction makes the held-back questions more probable.")
     print(f"wrote {args.output}: dllm serve … --decision-calibration {args.output}")
     if plot is not None:
         draw_curves(curves, plot)

@@ -72,7 +72,7 @@ def unpacked_decision(packed: bytes) -> Decision:
     """The decision of ``Decision.packed``. Requests with the same fields share it."""
     header, _, edges = zlib.decompress(packed).partition(b"\n")
     names, values, spellings, *settings, ends, template = json.loads(header)
-    columns = np.frombuffer(edges, np.int32).reshape(len(EDGE), -1)
+    columns = np.frombuffer(edges, np.int32).reshape(len(EDGE.names or ()), -1)
     graph = Graph(np.array(ends), edges_between(*columns))
     texts = [bytes.fromhex(text) for text in spellings]
     decision = Decision(graph, names, values, texts, *settings)

@@ -5,15 +5,17 @@ A question becomes a row: a prompt, and a decision between the texts of its answ
 read from one forward pass. Each question has a row of its own, or all share one.
 """
 
+import re
 import string
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
@@ -21,10 +23,11 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from dllm_engine.constraints.decision import unpacked_decision
 from dllm_engine.decisions.build import choice_decision
-from dllm_engine.decisions.calibration import Calibration
+from dllm_engine.decisions.calibration import Calibration, Reading, Readings
 from dllm_engine.decisions.questions import (
     MOST_OPTIONS,
     Answer,
+    Option,
     Question,
     QuestionError,
     answered,
@@ -63,6 +66,26 @@ class Spelling:
         """Return True if tokens read as the text does, but for spaces around it."""
         written = self.tokenizer.decode(tokens, skip_special_tokens=False)
         return _normal(written) == _normal(text)
+
+    @cached_property
+    def _markers(self) -> re.Pattern[str]:
+        added = self.tokenizer.get_added_tokens_decoder().values()
+        markers = [re.escape(each.content) for each in added if each.special]
+        return re.compile("|".join(markers) or "(?!)")
+
+    def escaped(self, text: str) -> str:
+        """The text with a space in each marker, which makes it text."""
+        return self._markers.sub(lambda each: f"{each[0][0]} {each[0][1:]}", text)
+
+    def escaped_question(self, question: Question) -> Question:
+        """The question with such texts."""
+        options = []
+        for each in question.options:
+            label = each.label
+            label = self.escaped(label) if isinstance(label, str) else label
+            options.append(Option(label, self.escaped(each.description)))
+        instructions = self.escaped(question.instructions)
+        return Question(question.kind, instructions, tuple(options))
 
     def marks(self) -> list[str]:
         """``A``, …, ``Z``, ``AA``, …; first those that are one token, with a space
@@ -146,6 +169,8 @@ class Row:
     params: SamplingParams
     numbers: tuple[int, ...]
     """Numbers of the request's questions that it answers."""
+    readings: tuple[Reading, ...]
+    """How it reads each of them."""
 
 
 class Asking:
@@ -180,24 +205,59 @@ class Asking:
                 f"their labels have {length} characters, at most "
                 f"{MOST_LABEL_CHARACTERS} are supported; send several requests",
             )
-        asked = [i for i, each in enumerate(questions) if len(each.options) > 1]
         is_joint = self.options.decision_joint if joint is None else joint
-        groups = [tuple(asked)] if is_joint and asked else [(i,) for i in asked]
-        return [self._row(messages, questions, numbers) for numbers in groups]
+        text = self._escaped(messages)
+        return [
+            self._row([] if is_blank else text, questions, readings)
+            for is_blank, readings in self._groups(questions, is_joint=is_joint)
+        ]
+
+    def _groups(
+        self, questions: Sequence[Question], *, is_joint: bool
+    ) -> list[tuple[bool, dict[int, Reading]]]:
+        """What each row reads: whether it has no input, and the readings of questions
+        by their numbers. A question with one option is not asked.
+        """
+        turns: dict[tuple[bool, int], dict[int, Reading]] = {}
+        for number, question in enumerate(questions):
+            if len(question.options) > 1:
+                readings = self.calibration.of(question.kind).readings(question)
+                for turn, reading in enumerate(readings):
+                    together = turns.setdefault((reading.is_blank, turn), {})
+                    together[number] = reading
+        groups = []
+        for (is_blank, _), together in sorted(turns.items()):
+            if is_joint:
+                groups.append((is_blank, together))
+            else:
+                groups += [(is_blank, {i: each}) for i, each in together.items()]
+        return groups
+
+    def _escaped(self, messages: Sequence[Message]) -> list[Message]:
+        escaped = []
+        for each in messages:
+            content = each.get("content")
+            if isinstance(content, str):
+                each = {**each, "content": self.spelling.escaped(content)}
+            escaped.append(each)
+        return escaped
 
     def _row(
         self,
         messages: Sequence[Message],
         questions: Sequence[Question],
-        numbers: tuple[int, ...],
+        readings: Mapping[int, Reading],
     ) -> Row:
         shown, answers = [], []
-        for i in numbers:
+        for i, reading in readings.items():
+            question = self.spelling.escaped_question(questions[i])
+            listed = tuple(question.options[number] for number in reading.order)
+            question = replace(question, options=listed)
             try:
-                answers.append(WAYS[self.way](questions[i], self.spelling))
+                answers.append(WAYS[self.way](question, self.spelling))
             except ValueError as error:
                 raise QuestionError(["questions", i], str(error)) from None
-            shown.append(_shown(questions[i], answers[-1]))
+            shown.append(_shown(question, answers[-1]))
         literals = self._literals(shown)
         try:
             packed = _packed_decision(
@@ -207,14 +267,15 @@ class Asking:
                 self.options.max_automaton_search,
             )
         except ValueError as error:
-            raise QuestionError(["questions", numbers[0]], str(error)) from None
+            raise QuestionError(["questions", min(readings)], str(error)) from None
         params = SamplingParams(
             temperature=0.0,
             max_tokens=len(unpacked_decision(packed).template),
             output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args={DECISION: packed, "passes": 1},
         )
-        return Row(self._with_question(messages, shown), params, numbers)
+        asking = self._with_question(messages, shown)
+        return Row(asking, params, tuple(readings), tuple(readings.values()))
 
     def _with_question(
         self, messages: Sequence[Message], shown: list[dict[str, Any]]
@@ -246,22 +307,33 @@ class Asking:
             raise InvalidRequestError(f"decision_template: {macro}: {error}") from None
 
     def answers(
-        self, questions: Sequence[Question], read: Mapping[int, Mapping[str, Any]]
+        self, questions: Sequence[Question], read: Mapping[int, "FieldsRead"]
     ) -> list[Answer]:
-        """The answers to all questions. ``read``: of each question that was asked, the
-        field of its decision.
-        """
+        """The answers to all questions. ``read``: as of ``fields_by_question``."""
         answers = []
         for number, question in enumerate(questions):
-            shares, mass = [1.0], 1.0
+            shares, mass = np.ones(1), 1.0
             if number in read:
-                field = read[number]
-                listed = sorted(field["distribution"], key=lambda each: each["value"])
-                shares = [each["probability"] for each in listed]
-                mass = field["label_mass"]
-            calibrated = self.calibration.applied(question.kind, shares)
-            answers.append(answered(question, calibrated, mass))
+                mass = read[number][0][1]["label_mass"]
+                correction = self.calibration.of(question.kind)
+                shares = correction.applied(readings_of(read[number]))
+            answers.append(answered(question, shares, mass))
         return answers
+
+
+FieldsRead = list[tuple[Reading, Mapping[str, Any]]]
+"""The field of a question's decision in each reading of it."""
+
+
+def readings_of(fields: FieldsRead) -> Readings:
+    """The probabilities of the options in their own order."""
+    readings = Readings([], [])
+    for reading, field in fields:
+        shares = [0.0] * len(reading.order)
+        for each in field["distribution"]:
+            shares[reading.order[each["value"]]] = each["probability"]
+        (readings.blank if reading.is_blank else readings.asked).append(shares)
+    return readings
 
 
 def check_files(options: EngineOptions, model: str) -> None:
@@ -272,15 +344,16 @@ def check_files(options: EngineOptions, model: str) -> None:
 
 def fields_by_question(
     rows: Sequence[Row], decisions: Sequence[Mapping[str, Any]]
-) -> dict[int, Mapping[str, Any]]:
-    """The field of each question that was asked. ``decisions``: what was decided in
-    each row.
+) -> dict[int, FieldsRead]:
+    """The fields of each question that was asked, as its readings are listed.
+    ``decisions``: what was decided in each row.
     """
-    return {
-        number: decision[str(place)]
-        for row, decision in zip(rows, decisions, strict=True)
-        for place, number in enumerate(row.numbers)
-    }
+    read: dict[int, FieldsRead] = {}
+    for row, decision in zip(rows, decisions, strict=True):
+        readings = zip(row.numbers, row.readings, strict=True)
+        for place, (number, reading) in enumerate(readings):
+            read.setdefault(number, []).append((reading, decision[str(place)]))
+    return read
 
 
 def _template_file(options: EngineOptions, model: str) -> Path:

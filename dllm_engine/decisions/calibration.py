@@ -2,57 +2,128 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+
+from dllm_engine.decisions.questions import Question
 
 KINDS = ("yes_no", "choice", "score")
 SMALLEST = 1e-12
 """Probabilities below it count as this much."""
+MOST_ORDERS = 4
+"""Of the options of a choice, over which a correction takes the mean."""
+
+
+class Reading(NamedTuple):
+    """One way to read a question: the options in this order, about the input or about
+    nothing.
+    """
+
+    order: tuple[int, ...]
+    is_blank: bool
+
+
+class Readings(NamedTuple):
+    """Probabilities of a question's options in several readings, first in the order as
+    given. Those about nothing are empty where they are not needed.
+    """
+
+    asked: list[list[float]]
+    blank: list[list[float]]
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What is done to the answers to a kind of question: the mean over orders, divided
+    by the prior, at a temperature.
+    """
+
+    temperature: float = 1.0
+    """Above 1 the answers are less sure."""
+    orders: int = 1
+    """In so many orders the options are listed, if they have so many."""
+    has_prior: bool = False
+    """Divide by the probabilities that the options have without an input."""
+
+    def readings(self, question: Question) -> list[Reading]:
+        """The readings of a question that are needed."""
+        orders = _orders(question)
+        count = min(self.orders, len(orders))
+        chosen = [orders[i * len(orders) // count] for i in range(count)]
+        blank = [False, True] if self.has_prior else [False]
+        return [Reading(order, is_blank) for is_blank in blank for order in chosen]
+
+    def applied(self, readings: Readings) -> np.ndarray:
+        """Probabilities of the options of a question."""
+        if self == Correction():
+            return np.array(readings.asked[0])
+        logs = _log_mean(readings.asked[: self.orders])
+        if self.has_prior:
+            logs = logs - _log_mean(readings.blank[: self.orders])
+        logs = logs / self.temperature
+        shares = np.exp(logs - logs.max())
+        return shares / shares.sum()
+
+
+def _orders(question: Question) -> list[tuple[int, ...]]:
+    """Orders in which options may be listed: any rotation of a choice, a score from
+    either end.
+    """
+    numbers = tuple(range(len(question.options)))
+    if question.kind == "choice":
+        return [numbers[i:] + numbers[:i] for i in numbers]
+    return [numbers, numbers[::-1]] if question.kind == "score" else [numbers]
+
+
+def _log_mean(shares: Sequence[Sequence[float]]) -> np.ndarray:
+    return np.log(np.maximum(np.mean(shares, axis=0), SMALLEST))
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A temperature for each kind of question; above 1 the answers are less sure."""
+    """A correction for each kind of question that needs one."""
 
-    temperatures: Mapping[str, float] = field(default_factory=dict)
+    corrections: Mapping[str, Correction] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: str | None) -> "Calibration":
         """The calibration in a file; raises ``ValueError`` for one that has none."""
         return cls() if path is None else _read(path)
 
-    def applied(self, kind: str, shares: Sequence[float]) -> np.ndarray:
-        """Probabilities of the options of a question, from the model's."""
-        logs = np.log(np.maximum(shares, SMALLEST)) / self.temperatures.get(kind, 1.0)
-        scaled = np.exp(logs - logs.max())
-        return scaled / scaled.sum() if kind in self.temperatures else np.array(shares)
+    def of(self, kind: str) -> Correction:
+        return self.corrections.get(kind, Correction())
 
     def write(self, path: Path) -> None:
-        path.write_text(
-            json.dumps({"temperatures": dict(self.temperatures)}, indent=2) + "\n",
-            encoding="utf-8",
-        )
+        content = {kind: asdict(each) for kind, each in self.corrections.items()}
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 @lru_cache(maxsize=4)
 def _read(path: str) -> Calibration:
     try:
         given = json.loads(Path(path).read_text(encoding="utf-8"))
-        temperatures = {
-            kind: float(value) for kind, value in given["temperatures"].items()
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        corrections = {kind: Correction(**each) for kind, each in given.items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(
             f"decision_calibration={path!r} is no file that dllm calibrate wrote: "
             f"{error!r}"
         ) from None
-    for kind, value in temperatures.items():
-        if kind not in KINDS or not 0 < value < np.inf:
+    for kind, each in corrections.items():
+        is_right = (
+            kind in KINDS
+            and isinstance(each.temperature, int | float)
+            and 0 < each.temperature < np.inf
+            and each.orders in range(1, MOST_ORDERS + 1)
+            and isinstance(each.has_prior, bool)
+        )
+        if not is_right:
             raise ValueError(
-                f"decision_calibration={path!r}: temperature {kind}={value}; allowed "
-                f"are positive numbers for {', '.join(KINDS)}"
+                f"decision_calibration={path!r}: {kind}: {asdict(each)}; allowed are "
+                f"{', '.join(KINDS)} with a temperature above 0, 1 … {MOST_ORDERS} "
+                f"orders, and has_prior true or false"
             )
-    return Calibration(temperatures)
+    return Calibration(corrections)

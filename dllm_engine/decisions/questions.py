@@ -52,12 +52,15 @@ class Question:
     @property
     def labels(self) -> list[str]:
         """The text of each option's label. Where two would be equal, or one empty, all
-        are written as JSON.
+        are written as JSON; levels that are equal even so are numbered.
         """
-        plain = [_plain(option.label) for option in self.options]
-        if all(plain) and len({*plain}) == len(plain):
-            return plain
-        return [json.dumps(option.label, ensure_ascii=False) for option in self.options]
+        texts = [_plain(option.label) for option in self.options]
+        if not all(texts) or len({*texts}) < len(texts):
+            labels = [option.label for option in self.options]
+            texts = [json.dumps(label, ensure_ascii=False) for label in labels]
+        if len({*texts}) < len(texts):
+            texts = [f"{number}: {text}" for number, text in enumerate(texts)]
+        return texts
 
 
 def yes_no(instructions: str, if_true: str = "", if_false: str = "") -> Question:

@@ -19,7 +19,6 @@ from vllm.utils import random_uuid
 from dllm_engine.decisions import http, openai_form, systemone_form
 from dllm_engine.decisions.answering import answer_over_http
 from dllm_engine.decisions.questions import QuestionError
-from dllm_engine.request_options.errors import InvalidRequestError
 
 DECISIONS, SYSTEM_ONE, MODELS = "/v1/decisions", "/v1/systemone", "/v1/models"
 ROUTES = (DECISIONS, SYSTEM_ONE, MODELS)
@@ -41,18 +40,10 @@ def add_routes(app: Any) -> None:
 
     async def create_decision(body: Body, raw_request: Request) -> JSONResponse:
         read = _parsed(body)
-        if isinstance(read, dict) and "fields" not in read:
-            is_object = isinstance(read.get("questions"), dict)
-            if "input" not in read and ("state" in read or is_object):
-                return await _answered(_system_one, read, raw_request)
-        elif isinstance(read, dict):
-            mixed = [name for name in _OF_QUESTIONS if name in read]
-            if mixed:
-                raise InvalidRequestError(
-                    f"fields and {mixed[0]} are two forms of a decision; give one"
-                )
+        if _asks_for_fields(read):
             return await http.create_decision(_fields_of(read), raw_request)
-        return await _answered(_openai, read, raw_request)
+        protocol = _system_one if _is_system_one(read) else _openai
+        return await _answered(protocol, read, raw_request)
 
     async def create_system_one(body: Body, raw_request: Request) -> JSONResponse:
         return await _answered(_system_one, _parsed(body), raw_request)
@@ -76,6 +67,17 @@ def add_routes(app: Any) -> None:
         answer = with_cancellation(load_aware_call(handler))
         app.add_api_route(route, answer, methods=["POST"])
     app.add_api_route(MODELS, show_models, methods=["GET"])
+
+
+def _asks_for_fields(body: Any) -> bool:
+    keys = body.keys() if isinstance(body, dict) else set()
+    return "fields" in keys and not keys & {*_OF_QUESTIONS}
+
+
+def _is_system_one(body: Any) -> bool:
+    if not isinstance(body, dict) or body.keys() & {"input", "fields"}:
+        return False
+    return "state" in body or isinstance(body.get("questions"), dict)
 
 
 def _parsed(body: bytes) -> Any:
@@ -133,6 +135,11 @@ class _OpenAI:
         if not isinstance(body, dict) or not body.keys() & {"input", "questions"}:
             raise QuestionError(
                 [], "Give a JSON object with input and questions, or with fields."
+            )
+        if "fields" in body:
+            other = next(name for name in _OF_QUESTIONS if name in body)
+            raise QuestionError(
+                ["fields"], f"fields and {other} are two forms of a decision; give one"
             )
         model = _model_of(body)
         messages, questions = openai_form.read_request(body)

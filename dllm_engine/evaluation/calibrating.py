@@ -1,11 +1,11 @@
-"""Calibration of a model's probabilities on labelled questions: a temperature for each
+"""Calibration of a model's probabilities on labelled questions: a correction for each
 kind of question, fitted on one half of them and judged on the other.
 """
 
 import json
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,20 @@ import numpy as np
 from tqdm import tqdm
 
 from dllm_engine.batch import settings_digest
-from dllm_engine.decisions.asking import Asking, Row, fields_by_question
-from dllm_engine.decisions.calibration import KINDS, SMALLEST, Calibration
-from dllm_engine.decisions.questions import Answer, Question
+from dllm_engine.decisions.asking import (
+    Asking,
+    Row,
+    fields_by_question,
+    readings_of,
+)
+from dllm_engine.decisions.calibration import (
+    KINDS,
+    MOST_ORDERS,
+    SMALLEST,
+    Calibration,
+    Correction,
+    Readings,
+)
 from dllm_engine.evaluation.labelled_questions import (
     LabelledQuestion,
     Scores,
@@ -23,19 +34,24 @@ from dllm_engine.evaluation.labelled_questions import (
 )
 
 LEAST_QUESTIONS = 10
-"""Of a kind, in the half that a temperature is fitted on."""
-_AT_ONCE = 64
+"""Of a kind, in the half that a correction is fitted on."""
+WORTH_ITS_ROWS = 0.01
+"""By so much must the mean log loss of the held-back questions fall, in nats, if more
+rows are read for it.
+"""
+_AT_ONCE = 16
 _TEMPERATURES = np.geomspace(0.1, 20.0, 107)  # 5 % apart
+_ALL = Correction(orders=MOST_ORDERS, has_prior=True)
+"""Asks for all readings that a correction may need."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A model's answer to a labelled question."""
+    """What a model reads of a labelled question."""
 
-    shares: list[float]
-    """Probability of each option."""
-    is_flipped: bool
-    """True if it chooses another option when they are listed in another order."""
+    plain: Readings
+    rotated: Readings
+    """The same with its first option listed last, if the order is free."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +61,9 @@ class Fitted:
     calibration: Calibration
     before: Scores
     after: Scores
-    flips: float
-    """Share of all questions with several options in any order whose answer changes
-    with the order.
-    """
+    flips_before: float
+    flips_after: float
+    """Share of the held-back choices whose answer changes with the order of options."""
 
 
 def measure(
@@ -57,9 +72,10 @@ def measure(
     questions: Sequence[LabelledQuestion],
     path: Path,
 ) -> list[Measured]:
-    """Answers to all questions. They are kept in the file ``path``, so that the same
+    """Readings of all questions. They are kept in the file ``path``, so that the same
     run goes on from there.
     """
+    asking.calibration = Calibration(dict.fromkeys(KINDS, _ALL))
     settings = repr(questions), asking.way, asking.options.model_dump(mode="json")
     digest = settings_digest(settings)
     measured = _kept(path, digest)
@@ -71,47 +87,52 @@ def measure(
     ):
         while len(measured) < len(questions):
             part = questions[len(measured) : len(measured) + _AT_ONCE]
-            plain = _answers(asking, ask, part)
-            rotated = _answers(asking, ask, [_rotated(each) for each in part])
-            for own, other in zip(plain, rotated, strict=True):
-                count = len(own.probabilities)
-                is_flipped = (other.best + 1) % count != own.best
-                is_flipped &= own.question.kind == "choice"
-                measured.append(Measured([*own.probabilities], is_flipped))
-                kept.write(json.dumps(asdict(measured[-1])) + "\n")
+            plain = _readings(asking, ask, part)
+            rotated = _readings(asking, ask, [_rotated(each) for each in part])
+            for labelled, own, other in zip(part, plain, rotated, strict=True):
+                if labelled.question.kind == "choice":
+                    other = Readings(*(_rotated_back(each) for each in other))
+                measured.append(Measured(own, other))
+                kept.write(json.dumps([own, other]) + "\n")
             kept.flush()
             bar.update(len(part))
     return measured
 
 
+def _rotated_back(shares: list[list[float]]) -> list[list[float]]:
+    return [[each[-1], *each[:-1]] for each in shares]
+
+
 def _kept(path: Path, digest: str) -> list[Measured]:
-    """Answers of an earlier run; none of one with other questions or settings."""
+    """Readings of an earlier run; none of one with other questions or settings."""
     if not path.exists():
         return []
     first, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
     if first != json.dumps({"digest": digest}):
         return []
-    return [Measured(**json.loads(line)) for line in lines]
+    read = [json.loads(line) for line in lines]
+    return [Measured(Readings(*own), Readings(*other)) for own, other in read]
 
 
-def _answers(
+def _readings(
     asking: Asking,
     ask: Callable[[list[Row]], Iterable[Any]],
     labelled: Sequence[LabelledQuestion],
-) -> list[Answer]:
+) -> list[Readings]:
     rows_of = [asking.rows(each.messages, [each.question], False) for each in labelled]
     outputs = iter(ask([row for rows in rows_of for row in rows]))
-    answers = []
-    for each, rows in zip(labelled, rows_of, strict=True):
+    readings = []
+    for rows in rows_of:
         decisions = [next(outputs).outputs[0].diffusion.decision for _ in rows]
         read = fields_by_question(rows, decisions)
-        answers += asking.answers([each.question], read)
-    return answers
+        one_option = Readings([[1.0]], [[1.0]])
+        readings.append(readings_of(read[0]) if read else one_option)
+    return readings
 
 
 def _rotated(labelled: LabelledQuestion) -> LabelledQuestion:
     """The question with its first option listed last, where the order is free."""
-    question: Question = labelled.question
+    question = labelled.question
     if question.kind != "choice":
         return labelled
     first, *others = question.options
@@ -121,7 +142,7 @@ def _rotated(labelled: LabelledQuestion) -> LabelledQuestion:
 def fit(
     questions: Sequence[LabelledQuestion], measured: Sequence[Measured], seed: int
 ) -> Fitted:
-    """A temperature for each kind whose held-back questions it makes more probable.
+    """A correction for each kind whose held-back questions it makes more probable.
 
     Raises ``ValueError`` where there are too few questions.
     """
@@ -133,46 +154,74 @@ def fit(
             f"{len(questions)} questions are too few to calibrate; give at least "
             f"{2 * LEAST_QUESTIONS}"
         )
-    temperatures = {}
+
+    def of_kind(numbers: Sequence[int], kind: str) -> list[tuple[Readings, int]]:
+        return [
+            (measured[i].plain, questions[i].answer)
+            for i in numbers
+            if questions[i].question.kind == kind
+        ]
+
+    corrections = {}
     for kind in KINDS:
-        own = [i for i in fitted_on if questions[i].question.kind == kind]
-        others = [i for i in held_back if questions[i].question.kind == kind]
-        if len(own) < LEAST_QUESTIONS or not others:
-            continue
-        losses = [_log_loss(questions, measured, own, t) for t in _TEMPERATURES]
-        best = float(_TEMPERATURES[int(np.argmin(losses))])
-        plain = _log_loss(questions, measured, others, 1.0)
-        if _log_loss(questions, measured, others, best) < plain:
-            temperatures[kind] = best
-    calibration = Calibration(temperatures)
-    answers = [questions[i].answer for i in held_back]
-    before = [np.array(measured[i].shares) for i in held_back]
-    after = [
-        calibration.applied(questions[i].question.kind, measured[i].shares)
-        for i in held_back
-    ]
-    free = [
-        each.is_flipped
-        for each, labelled in zip(measured, questions, strict=True)
-        if labelled.question.kind == "choice"
-    ]
-    return Fitted(
-        calibration,
-        scores_of(before, answers),
-        scores_of(after, answers),
-        float(np.mean(free)) if free else 0.0,
-    )
+        own, others = of_kind(fitted_on, kind), of_kind(held_back, kind)
+        if len(own) >= LEAST_QUESTIONS and others:
+            correction = _best_correction(own, others)
+            if correction != Correction():
+                corrections[kind] = correction
+    calibration = Calibration(corrections)
+    held = [questions[i] for i in held_back], [measured[i] for i in held_back]
+    before, flips_before = _judged(Calibration(), *held)
+    after, flips_after = _judged(calibration, *held)
+    return Fitted(calibration, before, after, flips_before, flips_after)
+
+
+def _judged(
+    calibration: Calibration,
+    questions: Sequence[LabelledQuestion],
+    measured: Sequence[Measured],
+) -> tuple[Scores, float]:
+    """Scores of a calibration, and the share of choices that flip."""
+    shares, flipped = [], []
+    for labelled, own in zip(questions, measured, strict=True):
+        correction = calibration.of(labelled.question.kind)
+        shares.append(correction.applied(own.plain))
+        if labelled.question.kind == "choice":
+            rotated = correction.applied(own.rotated)
+            flipped.append(np.argmax(shares[-1]) != np.argmax(rotated))
+    scores = scores_of(shares, [each.answer for each in questions])
+    return scores, float(np.mean(flipped)) if flipped else 0.0
+
+
+def _best_correction(
+    own: Sequence[tuple[Readings, int]], held_back: Sequence[tuple[Readings, int]]
+) -> Correction:
+    """The correction with which the right options are most probable in ``held_back``,
+    at temperatures that are fitted on the readings and answers of ``own``.
+    """
+    best, least = Correction(), _log_loss(Correction(), held_back)
+    for orders in (1, MOST_ORDERS):
+        for has_prior in (False, True):
+            correction = _fitted(Correction(1.0, orders, has_prior), own)
+            loss = _log_loss(correction, held_back)
+            margin = WORTH_ITS_ROWS if orders > 1 or has_prior else 0.0
+            if loss < least - margin:
+                best, least = correction, loss
+    return best
+
+
+def _fitted(
+    correction: Correction, answered: Sequence[tuple[Readings, int]]
+) -> Correction:
+    """The correction at the best of all temperatures."""
+    candidates = [replace(correction, temperature=float(t)) for t in _TEMPERATURES]
+    losses = [_log_loss(each, answered) for each in candidates]
+    return candidates[int(np.argmin(losses))]
 
 
 def _log_loss(
-    questions: Sequence[LabelledQuestion],
-    measured: Sequence[Measured],
-    numbers: Sequence[int],
-    temperature: float,
+    correction: Correction, answered: Sequence[tuple[Readings, int]]
 ) -> float:
-    """Mean negative log-probability of the right options at a temperature."""
-    losses = []
-    for i in numbers:
-        logs = np.log(np.maximum(measured[i].shares, SMALLEST)) / temperature
-        losses.append(np.logaddexp.reduce(logs) - logs[questions[i].answer])
-    return float(np.mean(losses))
+    """Mean negative log-probability of the right options."""
+    right = [correction.applied(readings)[answer] for readings, answer in answered]
+    return -float(np.log(np.maximum(right, SMALLEST)).mean())

@@ -3,11 +3,14 @@
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 import zstandard
 from openai import BadRequestError
 
 from dllm_engine import Questions
+from dllm_engine.decisions.answering import as_messages
+from dllm_engine.decisions.calibration import Calibration, Correction
 from dllm_engine.evaluation.runner import scheduler_of
 from dllm_engine.model_executor.constraints.running_decision import RunningDecision
 from dllm_engine.request_options.sampling_params import SOURCE
@@ -202,7 +205,11 @@ def test_models_are_listed_for_both_kinds_of_clients(client, openai):
         ),
         ({"questions": [{"type": "x"}]}, 400, {"param": "questions[0].type"}),
         ({"joint": 1}, 400, {"param": "joint"}),
-        ({"fields": {}}, 400, {"message": "fields and input are two forms"}),
+        (
+            {"fields": {}},
+            400,
+            {"message": "fields and input are two forms", "param": "fields"},
+        ),
         ({"input": "\ud800"}, 400, {}),
     ],
 )
@@ -217,9 +224,8 @@ def test_openai_errors(client, change, status, expected):
     error = response.json()["error"]
     for name, value in expected.items():
         assert str(error[name]).startswith(value)
-    if "fields" not in change:
-        assert error["type"] == "invalid_request_error"
-        assert response.headers["x-request-id"]
+    assert error["type"] == "invalid_request_error"
+    assert response.headers["x-request-id"]
 
 
 @pytest.mark.parametrize(
@@ -288,21 +294,57 @@ def test_openai_client_reads_errors(openai):
     assert refused.value.param == "questions"
 
 
-def test_a_template_and_a_calibration_of_ones_own(engines, tmp_path):
+def test_a_template_of_ones_own(engines, tmp_path):
     template = tmp_path / "words.jinja"
     template.write_text(
         '{% set way = "marks" %}'
         "{% macro prompt(text, questions, way) %}{{ text }}!{% endmacro %}"
         "{% macro response(question, number, answer) %}={{ answer }}{% endmacro %}"
     )
-    calibration = tmp_path / "calibration.json"
-    calibration.write_text('{"temperatures": {"choice": 1e9}}')
-    llm = engines(
-        "demo",
-        skip_tokenizer_init=False,
-        decision_template=str(template),
-        decision_calibration=str(calibration),
-    )
+    settings = {"skip_tokenizer_init": False, "decision_template": str(template)}
+    llm = engines("demo", **settings)
+    (row,) = llm.asking.rows(as_messages(TEXT), Questions(QUESTIONS[:1]).read)
+    assert row.messages == [{"role": "user", "content": f"{TEXT}!"}]
     (answers,) = llm.decide(TEXT, Questions(QUESTIONS[:2]))
-    assert answers[0].probabilities == pytest.approx([1 / 3] * 3)
     assert answers[1].probabilities[0] != pytest.approx(0.5, abs=1e-3)
+
+
+def test_a_calibration_takes_the_mean_of_orders_and_divides_by_the_prior(
+    demo, engines, tmp_path
+):
+    file = tmp_path / "calibration.json"
+    correction = Correction(temperature=2.0, orders=3, has_prior=True)
+    Calibration({"choice": correction}).write(file)
+    settings = {"skip_tokenizer_init": False, "decision_calibration": str(file)}
+    llm = engines("demo", **settings)
+    choices = [{"value": city} for city in CITIES]
+    rotated = [{**QUESTIONS[0], "choices": choices[i:] + choices[:i]} for i in range(3)]
+
+    def mean(text):
+        (answers,) = demo.decide(text, Questions(rotated))
+        shares = [np.roll(each.probabilities, i) for i, each in enumerate(answers)]
+        return np.mean(shares, axis=0)
+
+    # Of people that the text does not tell of, so that no answer is certain.
+    text = "Ida lives in Rome."
+    expected = np.sqrt(mean(text) / mean(""))
+    others = [QUESTIONS[1], *rotated]
+    for joint in (False, None):
+        (answers,) = llm.decide(text, Questions(others, joint))
+        for i, each in enumerate(answers[1:]):
+            assert np.roll(each.probabilities, i) == pytest.approx(
+                expected / expected.sum(), abs=1e-4
+            )
+    assert_nothing_left(llm)
+
+
+def test_markers_in_a_text_are_text(client):
+    marked = {
+        "type": "choice",
+        "instructions": "<|mdm_mask|>?",
+        "choices": [{"value": "<|mdm_mask|>"}, {"value": "<eos>"}],
+    }
+    (answer,) = decided(client, input="<|mdm_mask|>" + TEXT, questions=[marked])[
+        "answers"
+    ]
+    assert answer["choice"] in ("<|mdm_mask|>", "<eos>")

@@ -47,6 +47,7 @@ def test_labels_that_look_alike_are_written_as_json():
     assert question("choice", "a", True).labels == ["a", "true"]
     assert question("choice", "true", True).labels == ['"true"', "true"]
     assert question("choice", "", "ä").labels == ['""', '"ä"']
+    assert question("score", "a", "a").labels == ['0: "a"', '1: "a"']
 
 
 def test_openai_input_becomes_messages():

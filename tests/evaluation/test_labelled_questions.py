@@ -7,7 +7,7 @@ import pytest
 
 from dllm_engine.cli import calibrate, evaluate
 from dllm_engine.cli.main import main
-from dllm_engine.decisions.calibration import Calibration
+from dllm_engine.decisions.calibration import Calibration, Correction, Readings
 from dllm_engine.decisions.questions import Option, Question
 from dllm_engine.evaluation.calibrating import Measured, fit
 from dllm_engine.evaluation.labelled_questions import (
@@ -70,37 +70,82 @@ def test_scores():
     assert scores.calibration_error == pytest.approx((0.2 + 0.6) / 2)
 
 
-def test_a_temperature_is_found_and_only_where_it_helps():
-    """Answers that are right as often as they say, but say it three times too sure."""
+def drawn(rng, kind, *, factor=1.0, towards_first=0.0, prior=0.0):
+    """A question whose answer has the probabilities that a model makes ``factor`` times
+    too sure; with an input it prefers what is listed first, and in any case the
+    second option.
+    """
+    labels = ("Yes", "No") if kind == "yes_no" else ("a", "b")
+    options = tuple(Option(label) for label in labels)
+    logits = rng.normal(0, 1, 2)
+
+    def shares(about, order):
+        bias = towards_first if about.any() else 0.0
+        first = np.where(np.arange(2) == order[0], bias, 0.0)
+        sure = np.exp(about * factor + first + [0.0, prior])
+        return [*(sure / sure.sum())]
+
+    orders = [(0, 1), (1, 0)] if kind == "choice" else [(0, 1)]
+    both = [
+        Readings(
+            [shares(logits, order) for order in listed],
+            [shares(np.zeros(2), order) for order in listed],
+        )
+        for listed in (orders, orders[::-1])
+    ]
+    right = np.exp(logits)
+    answer = int(rng.random() > right[0] / right.sum())
+    return LabelledQuestion([], Question(kind, "", options), answer), Measured(*both)
+
+
+def test_a_correction_is_found_and_only_where_it_helps():
     rng = np.random.default_rng(0)
-    choice = Question("choice", "", (Option("a"), Option("b")))
-    yes_no = Question("yes_no", "", (Option("Yes"), Option("No")))
-    questions, measured = [], []
-    for question, factor in ((choice, 3.0), (yes_no, 1.0)):
-        for _ in range(2000):
-            logits = rng.normal(0, 1, 2)
-            shares, sure = (np.exp(logits * by) for by in (1.0, factor))
-            answer = int(rng.random() > shares[0] / shares.sum())
-            questions.append(LabelledQuestion([], question, answer))
-            measured.append(Measured([*(sure / sure.sum())], False))
+    pairs = [drawn(rng, "choice", factor=3.0) for _ in range(1000)]
+    pairs += [drawn(rng, "yes_no") for _ in range(1000)]
+    questions, measured = zip(*pairs, strict=True)
     fitted = fit(questions, measured, seed=1)
-    assert fitted.calibration.temperatures["choice"] == pytest.approx(3.0, rel=0.25)
-    assert fitted.calibration.temperatures.get("yes_no", 1.0) == pytest.approx(
-        1.0, rel=0.25
-    )
+    choice = fitted.calibration.of("choice")
+    assert choice == Correction(pytest.approx(3.0, rel=0.25))
+    yes_no = fitted.calibration.of("yes_no")
+    assert yes_no == Correction(pytest.approx(1.0, rel=0.25))
     assert fitted.after.log_loss < fitted.before.log_loss
     assert fitted.after.calibration_error < fitted.before.calibration_error
     with pytest.raises(ValueError, match="19 questions are too few"):
         fit(questions[:19], measured[:19], seed=1)
 
 
+def test_orders_and_the_prior_are_used_where_they_help():
+    rng = np.random.default_rng(0)
+    pairs = [drawn(rng, "choice", towards_first=2.0) for _ in range(400)]
+    pairs += [drawn(rng, "yes_no", prior=2.0) for _ in range(400)]
+    fitted = fit(*zip(*pairs, strict=True), seed=1)
+    assert fitted.calibration.of("choice").orders > 1
+    assert fitted.calibration.of("yes_no").has_prior
+    assert fitted.calibration.of("yes_no").orders == 1
+    assert fitted.flips_before > 0.3
+    assert fitted.flips_after == 0
+    assert fitted.after.accuracy > fitted.before.accuracy + 0.05
+
+
+def test_readings_of_a_question():
+    options = tuple(Option(label) for label in "abcdefgh")
+    correction = Correction(orders=4, has_prior=True)
+    readings = correction.readings(Question("choice", "", options))
+    assert [each.order[0] for each in readings] == [0, 2, 4, 6] * 2
+    assert [each.is_blank for each in readings] == [False] * 4 + [True] * 4
+    orders = [
+        each.order for each in correction.readings(Question("score", "", options[:3]))
+    ]
+    assert orders == [(0, 1, 2), (2, 1, 0)] * 2
+
+
 def test_a_calibration_file_is_checked(tmp_path):
     file = tmp_path / "calibration.json"
-    Calibration({"score": 2.0}).write(file)
-    assert Calibration.read(str(file)).applied("score", [0.8, 0.2]) == pytest.approx(
-        [2 / 3, 1 / 3]
-    )
-    for content in ("[]", '{"temperatures": {"score": 0}}'):
+    Calibration({"score": Correction(2.0)}).write(file)
+    correction = Calibration.read(str(file)).of("score")
+    shares = correction.applied(Readings([[0.8, 0.2]], []))
+    assert shares == pytest.approx([2 / 3, 1 / 3])
+    for content in ("[]", '{"score": {"temperature": 0}}', '{"score": {"x": 0}}'):
         with pytest.raises(ValueError, match="decision_calibration="):
             Calibration.read(str(written(tmp_path / f"{len(content)}.json", content)))
 
@@ -121,7 +166,8 @@ def test_commands_score_and_calibrate(demo, tmp_path, monkeypatch, capsys):
     assert main(command) == 0
     printed = capsys.readouterr().out
     assert "CALIBRATION ERROR" in printed
-    assert json.loads(output.read_text()).keys() == {"temperatures"}
+    assert json.loads(output.read_text()).keys() <= {"choice"}
+    assert output.with_suffix(".png").exists()
     kept = output.with_suffix(".answers.jsonl").read_text().splitlines()
     assert len(kept) == 21
     monkeypatch.setattr(evaluate, "load", lambda arguments: demo)
