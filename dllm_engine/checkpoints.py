@@ -17,7 +17,7 @@ from dllm_engine.model_executor.models.config_keys import SCHEMAS
 if TYPE_CHECKING:
     from dllm_engine.model_executor.models.configs import Config
 
-_SHAPES = {
+SHAPES = {
     name: (family, shape)
     for family in FAMILIES.values()
     for name, shape in family.shapes.items()
@@ -37,7 +37,7 @@ def _released(family: ModelFamily, shape: Shape) -> dict[str, Any]:
 
 RELEASED_CONFIGS = {
     checkpoint: _released(family, shape)
-    for family, shape in _SHAPES.values()
+    for family, shape in SHAPES.values()
     for checkpoint in shape.checkpoints or family.checkpoints
 }
 """Sizes of released checkpoints, for planning before anything is downloaded."""
@@ -61,7 +61,7 @@ _SCALED = (
 
 def is_named_shape(model: str) -> bool:
     """True for the name of a shape, or of one scaled down such as ``llada-8b/4``."""
-    return model.partition("/")[0] in _SHAPES
+    return model.partition("/")[0] in SHAPES
 
 
 def named_shape(name: str) -> dict[str, Any]:
@@ -69,12 +69,12 @@ def named_shape(name: str) -> dict[str, Any]:
     cannot be divided so. In ``llada-8b/4`` heads keep their size, and experts become
     smaller, not fewer."""
     base, slash, divisor = name.partition("/")
-    if base not in _SHAPES:
+    if base not in SHAPES:
         raise ValueError(
-            f"model shape {name!r} is unknown; choose one of {', '.join(_SHAPES)}, or "
+            f"model shape {name!r} is unknown; choose one of {', '.join(SHAPES)}, or "
             f"one with /N"
         )
-    config = _released(*_SHAPES[base])
+    config = _released(*SHAPES[base])
     heads = config["n_heads" if "n_heads" in config else "num_attention_heads"]
     allowed = [n for n in range(1, heads + 1) if heads % n == 0]
     if slash and (not divisor.isdecimal() or int(divisor) not in allowed):

@@ -1,5 +1,5 @@
-"""Writes the tables of ``docs/reference.md`` and ``docs/papers.md`` anew: every option,
-and every table of a paper, as the code has them.
+"""Writes the tables of ``docs/reference.md``, ``docs/papers.md`` and ``docs/models.md``
+anew: every option, every table of a paper and every model, as the code has them.
 """
 
 import inspect
@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from dllm_engine.cache_methods import CACHE_METHODS
+from dllm_engine.checkpoints import SHAPES, load_config
 from dllm_engine.cli.models import allowed
 from dllm_engine.decoding.spec import Guidance
 from dllm_engine.decoding.unmasking_policies import (
@@ -18,15 +19,17 @@ from dllm_engine.decoding.unmasking_policies import (
     SlowFast,
 )
 from dllm_engine.evaluation.paper_tasks import PAPER_TABLES, PAPERS
-from dllm_engine.families import FAMILIES
+from dllm_engine.families import FAMILIES, NOT_SUPPORTED
+from dllm_engine.memory import weight_bytes
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
 from dllm_engine.request_options.fields import DEFAULTABLE_OPTIONS, RequestOptions
 from dllm_engine.request_options.sampling_params import DEFAULT_GEN_LENGTH
 from dllm_engine.request_options.unmasking import PARALLEL_OPTIONS
+from dllm_engine.text import readable_size
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGES = {DOCS / "reference.md": 5, DOCS / "papers.md": 1}
+PAGES = {DOCS / "reference.md": 5, DOCS / "papers.md": 1, DOCS / "models.md": 3}
 """Pages with their number of tables."""
 HEAD = ("| option | values | default | meaning |", "|---|---|---|---|")
 # Fields that the engine fills in itself.
@@ -50,6 +53,9 @@ def written(page: str) -> str:
         "cache": cache_tables,
         "checkpoints": checkpoint_table,
         "papers": paper_tables,
+        "families": family_table,
+        "shapes": shape_table,
+        "not_served": not_served_table,
     }
     pattern = r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)"
     return re.sub(
@@ -167,6 +173,50 @@ def checkpoint_table() -> list[str]:
         ]
         lines.append(f"| {checkpoint} | {' | '.join(cells)} |")
     return lines
+
+
+ATTENTION = {
+    "full": "the whole canvas",
+    "block_causal": "its block, and those before it",
+    "causal": "what is before it, and the running block",
+}
+"""What a position attends to."""
+
+
+def family_table() -> list[str]:
+    lines = ["| family | checkpoints | a position attends to |", "|---|---|---|"]
+    for family in FAMILIES.values():
+        kinds = {
+            kind: ATTENTION[facts.get("attention", family.attention)]
+            for kind, facts in family.kinds.items()
+        }
+        attention = "; ".join(f"`{kind}`: {words}" for kind, words in kinds.items())
+        checkpoints = ", ".join(f"`{name}`" for name in family.checkpoints)
+        words = attention or ATTENTION[family.attention]
+        lines.append(f"| {family.name} | {checkpoints} | {words} |")
+    return lines
+
+
+def shape_table() -> list[str]:
+    lines = ["| shape | weights | checkpoints |", "|---|---|---|"]
+    sizes = {name: weight_bytes(load_config(name), 1, 2) for name in SHAPES}
+    for name in sorted(sizes, key=lambda name: sizes[name]):
+        family, shape = SHAPES[name]
+        checkpoints = ", ".join(
+            f"`{checkpoint}`" for checkpoint in shape.checkpoints or family.checkpoints
+        )
+        lines.append(f"| `{name}` | {readable_size(sizes[name])} | {checkpoints} |")
+    return lines
+
+
+def not_served_table() -> list[str]:
+    reasons = [f"- {reason}." for reason in NOT_SUPPORTED.values()]
+    reasons += [
+        f"- {other.name} {other.reason}."
+        for family in FAMILIES.values()
+        for other in family.unsupported
+    ]
+    return reasons
 
 
 def paper_tables() -> list[str]:

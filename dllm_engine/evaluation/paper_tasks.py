@@ -96,10 +96,7 @@ def paper_task(
 
 def is_for(row: dict[str, Any], family: ModelFamily, is_base: bool) -> bool:
     """True if a row is for models of a family, instructed or not."""
-    # A block model may have the type of another family, and none of its settings.
-    is_familys = "family" not in row or (
-        row["family"] == family.model_type and family.attention == "full"
-    )
+    is_familys = family.name in row.get("families", [family.name])
     return is_familys and row.get("base", is_base) == is_base
 
 

@@ -17,7 +17,7 @@ from dllm_engine.evaluation.paper_tasks import (
     paper_table,
     paper_task,
 )
-from dllm_engine.families import DREAM, FAMILIES, LLADA, LLADA2
+from dllm_engine.families import DREAM, FAMILIES, LLADA
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
 from tests.support.plans import FULL_METHODS, resolved
@@ -38,6 +38,7 @@ FOLDERS = (
     "gpqa",
     "gsm8k",
     "humaneval",
+    "ifeval",
     "longbench",
     "mbpp",
     "minerva_math",
@@ -91,7 +92,7 @@ def test_a_row_is_found_by_its_name_and_servable_with_every_cache_method(row, fa
         ) == (
             length,
             length,
-            row.get("block_length", length),
+            task.decoding.get("sub_block_length", row.get("block_length", length)),
         )
 
 
@@ -181,8 +182,11 @@ def test_unknown_names_are_answered_with_the_known_ones(name, paper, message):
 )
 def test_the_rows_of_a_table_can_be_asked_for(key):
     table = paper_table(key)
+    first = table["models"].partition(",")[0]
     family = next(
-        (family for family in (DREAM, LLADA2) if family.name in table["models"]), LLADA
+        family
+        for family in FAMILIES.values()
+        if any(name.endswith(f"/{first}") for name in family.checkpoints)
     )
     rows = [
         paper_task(name, family, table["paper"])
