@@ -54,6 +54,7 @@ NOT_RUN = {
     "python examples/quantize.py": TAKES_MINUTES,
     "dllm eval --methods all --unmasking-rules one,threshold=0.9": TAKES_MINUTES,
     "dllm chat --model GSAI-ML/LLaDA-8B-Instruct": NEEDS_CHECKPOINT,
+    "dllm generate --model dllm-hub/": NEEDS_CHECKPOINT,
     "dllm tune GSAI-ML/LLaDA-8B-Instruct": NEEDS_CHECKPOINT,
     "dllm serve GSAI-ML/LLaDA-8B-Instruct --lora-path": NEEDS_CHECKPOINT,
     "$ dllm plan GSAI-ML/LLaDA-8B-Instruct": (
