@@ -53,8 +53,8 @@ class DiffusionFigures:
     """With ``trace=True``, per forward pass: ``refresh_states`` (full, update, reuse),
     ``unmasked_per_step`` (canvas positions), with ``edit_threshold``
     ``edited_per_step`` (canvas position, token before, token after), with ``p2``
-    ``remasked_per_step`` (canvas position, token taken back), ``windows`` (start
-    and stop of the running blocks' canvas positions) and ``computed_positions`` (None:
+    ``remasked_per_step`` (canvas position, token taken back), with self-speculation
+    both, ``windows`` (start and stop of the running blocks' canvas positions) and ``computed_positions`` (None:
     the whole canvas); per UPDATE step ``retained_positions``, a list per layer, and per
     step that skips ``selected_positions``, a list per layer that drops rows."""
     decision: dict[str, Any] = field(default_factory=dict)

@@ -237,6 +237,11 @@ class EngineOptions(BaseModel):
                 f"{explain(error, 'cache option', known)}"
             ) from None
 
+    @property
+    def draft_lora(self) -> str | None:
+        """Folder in the checkpoint with the adapter of drafts; None: they have none."""
+        return getattr(self.cache, "draft_lora", None)
+
     def geometry(self, hf_config: Any, tensor_parallel_size: int) -> PoolGeometry:
         def on_rank(num_kv_heads: int) -> int:
             # With more ranks than KV heads each head is on several of them.

@@ -65,7 +65,8 @@ class BatchCandidates:
         for i in members:
             span = slice(*plans[i].quota.predicted)
             predicted = canvases[i].known[span] < 0
-            if canvases[i].spec.unmasking.edit_threshold is not None:
+            edits = canvases[i].spec.unmasking.edit_threshold is not None
+            if edits or plans[i].quota.verifies:
                 predicted[:] = True
             elif plans[i].quota.left is not None:
                 predicted = canvases[i].began_masked[span]
@@ -83,7 +84,7 @@ class BatchCandidates:
                 # with shifted logits the window's first step fills it.
                 plan.span.start if batch.computes(index, plan.span) else 0,
                 longest if plan.quota.predicts is None else plan.quota.candidates.size,
-                plan.quota.seeds or canvas.spec.layout.shifts_logits,
+                plan.quota.verifies or canvas.spec.layout.shifts_logits,
             )
             for index, (plan, canvas) in enumerate(zip(plans, canvases, strict=True))
         ]

@@ -137,7 +137,7 @@ class Canvas:
             if token < 0
         ]
         changes = zip(positions, before, tokens, strict=True)
-        return [change for change in changes if change[1] >= 0]
+        return [(p, old, new) for p, old, new in changes if old >= 0 and old != new]
 
     def take_back(self, positions: list[int]) -> list[tuple[int, int]]:
         """Make decided positions masks again; return them with their tokens."""

@@ -241,13 +241,16 @@ class StepBatch(RowBounds):
         blocks = []
         for spec, plan in zip(specs, self.plans, strict=True):
             layout = spec.layout
-            causal_stop = 0
+            causal_stop, stop = 0, 0
             if layout.attention == "causal":
-                causal_stop = layout.block_start(plan.window.start)
-            blocks.append((layout.attended_length, layout.lead, causal_stop))
-        lengths, leads, causal_stops = np.repeat(blocks, self.sizes, axis=0).T
+                block = layout.from_block_start(plan.window)
+                causal_stop = block.stop if plan.quota.verifies else block.start
+                stop = block.stop
+            blocks.append((layout.attended_length, layout.lead, causal_stop, stop))
+        lengths, leads, causal_stops, stops = np.repeat(blocks, self.sizes, axis=0).T
         rows = self.host_positions
         ends = rows - (rows + leads) % lengths + lengths
+        ends = np.where(stops > 0, stops, ends)
         ends = np.where(rows < causal_stops, rows + 1, ends)
         bounds = np.array(self.bounds)
         if np.array_equal(ends[bounds[:-1]], ends[bounds[1:] - 1]):

@@ -116,7 +116,7 @@ class Reporter:
             rows_computed=layer_pass.rows_computed(index, rows.size, results),
             num_unmasked=len(canvas.last_unmasked) - len(taken_back),
             masked=masked,
-            num_edited=len(edited),
+            edited=[position for position, _, _ in edited],
             revises=still_revises,
             seen=canvas.seen(plan.window, outcome.farthest.get(index, -1))
             if spec.unmasking.slow_fast
@@ -152,14 +152,15 @@ def _trace(
 ) -> dict[str, Any]:
     """Trace entries of a step, by the names of ``DiffusionFigures.trace``."""
     spec = canvas.spec
+    drafts = spec.layout.has_drafts
+    may_edit = drafts or spec.unmasking.edit_threshold is not None
+    may_take_back = drafts or plan.quota.left is not None
     whole = rows.size == spec.layout.canvas_length == spec.layout.response_span.stop
     return {
         "refresh_states": plan.state.value,
         "unmasked_per_step": canvas.last_unmasked,
-        **(
-            {} if spec.unmasking.edit_threshold is None else {"edited_per_step": edited}
-        ),
-        **({} if plan.quota.left is None else {"remasked_per_step": taken_back}),
+        **({"edited_per_step": edited} if may_edit else {}),
+        **({"remasked_per_step": taken_back} if may_take_back else {}),
         "windows": tuple(plan.window),
         "computed_positions": None if whole else rows.tolist(),
     }

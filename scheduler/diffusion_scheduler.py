@@ -313,10 +313,10 @@ class DiffusionScheduler(SchedulerInterface):
             with self._failing_alone(state, output):
                 # A part of a long prompt takes what the others leave, and one that was
                 # left out a block at least.
-                block_length = state.spec.layout.block_length
+                least = state.spec.layout.rows_at_once
                 room = rows.left
-                if plan.max_rows > 2 * block_length:
-                    room = max(rows.left - due, block_length)
+                if plan.max_rows > 2 * least:
+                    room = max(rows.left - due, least)
                 plan = self._fitted(plan, state.spec, room)
                 has_room = rows.allow(state.source, plan.max_rows)
                 if has_room and self.refreshes.allows(state.request_id, plan):

@@ -17,6 +17,7 @@ from dllm_engine.decoding.step_plan import (
     StepPlan,
     StepWork,
     cut,
+    revises,
     step_plan,
 )
 from dllm_engine.families import Attention, ModelFamily
@@ -122,14 +123,19 @@ class CacheMethod:
 
     def steps(self, spec: DecodingSpec) -> Iterator[tuple[StepPlan, Progress]]:
         """Plans of all steps, each with the progress before it, if steps unmask the
-        schedule's count. The progress is one object that advances."""
+        schedule's count, edit nothing and draft what is right. The progress is one
+        object that advances."""
         progress = Progress.begin(spec)
         while progress.num_unmasked < spec.layout.num_masks:
             plan = self.next_step(spec, progress)
             yield plan, progress
-            progress.advance(
-                spec, min(plan.quota.count, progress.num_masked), retained=plan.retained
-            )
+            filled = left = min(plan.quota.count, progress.num_masked)
+            masked = []
+            for masks in progress.masked:
+                masked.append(max(masks - left, 0))
+                left = max(left - masks, 0)
+            progress.revises = revises(plan, spec, sum(masked), 0)
+            progress.advance(spec, filled, masked, retained=plan.retained)
 
 
 # What several methods plan and hold

@@ -18,7 +18,7 @@ from dllm_engine.decoding.step_plan import (
     StepPlan,
     StepWork,
     UnmaskQuota,
-    begins_with_seed,
+    predicts_next,
     step_plan,
 )
 
@@ -32,27 +32,30 @@ def plan_blocks(spec: DecodingSpec, progress: Progress) -> StepPlan:
         progress.retained,
     )
     final = block.start if progress.num_masked else tokens_kept(spec, progress.running)
+    stop = block.stop
+    if predicts_next(spec, progress):
+        # Rows of finished tokens, and of drafts that will be if they are right.
+        final = stop = block.stop if spec.layout.round_length else block.start
     if kept == final:
         work = StepWork(RefreshState.REUSE, Scope.ACTIVE, block, read=kept)
         return step_plan(spec, progress, work)
     finished = Retention.whole(Span(kept, final))
     # Nothing is read before the first pages are written.
     scope = Scope.ACTIVE if kept else Scope.ALL
-    # A seed is predicted by the last row of what is finished.
-    stop = block.start if begins_with_seed(spec, progress) else block.stop
     span = Span(kept, stop)
     work = StepWork(RefreshState.UPDATE, scope, span, read=kept, adds=[finished])
     return step_plan(spec, progress, work)
 
 
 def shorten(plan: StepPlan, spec: DecodingSpec, max_rows: int) -> StepPlan | None:
-    """A part of what ``plan`` keeps, whole blocks of at most ``max_rows``; it fills
-    nothing, and nothing of it is a method's own. None where no block fits."""
-    start, kept = plan.span.start, plan.retained
+    """A part of what ``plan`` keeps before its block, whole blocks of at most
+    ``max_rows``; it fills nothing, and nothing of it is a method's own. None where no
+    block fits."""
+    start, block = plan.span.start, spec.layout.from_block_start(plan.window)
     stop = start + max_rows
     if spec.layout.attention == "block_causal":
         stop = spec.layout.block_start(stop)
-    stop = min(stop, kept)
+    stop = min(stop, block.start)
     if stop <= start:
         return None
     part = Span(start, stop)
@@ -72,8 +75,10 @@ def shorten(plan: StepPlan, spec: DecodingSpec, max_rows: int) -> StepPlan | Non
 
 def tokens_kept(spec: DecodingSpec, running: Blocks) -> int:
     """The most tokens that pages hold while a block runs: those before it, and with
-    token editing its own, unless it is the last."""
+    token editing its own, unless it is the last. In a round, those of its drafts."""
     block = spec.layout.from_block_start(spec.layout.span_of(running))
+    if spec.layout.round_length is not None:
+        return block.stop
     keeps_own = (
         spec.unmasking.edit_threshold is not None
         and running.stop < spec.layout.num_blocks

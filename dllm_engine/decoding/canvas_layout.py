@@ -52,6 +52,10 @@ class CanvasLayout:
     seeds_blocks: bool = False
     """True if the first position of a block that attention goes by is predicted by the
     row before it, before the rest of the block."""
+    round_length: int | None = None
+    """The most tokens that a round of self-speculation decides. Blocks are single
+    tokens, each predicted by the row before it. A round drafts all of its blocks but
+    the last, and then verifies them. 1: no drafts (autoregressive). None: no rounds."""
     attention_block: int | None = None
     """Length of the blocks that attention goes by, where those that are denoised one
     after the other are parts of them; None: they are the same."""
@@ -84,6 +88,15 @@ class CanvasLayout:
     def attended_length(self) -> int:
         """Length of the blocks that attention goes by."""
         return self.attention_block or self.block_length
+
+    @property
+    def rows_at_once(self) -> int:
+        """The most rows that only one step can compute."""
+        return self.round_length or self.attended_length
+
+    @property
+    def has_drafts(self) -> bool:
+        return self.round_length is not None and self.round_length > 1
 
     @property
     def fills_blocks(self) -> bool:
@@ -166,8 +179,11 @@ class CanvasLayout:
 
     def from_block_start(self, window: Span) -> Span:
         """``window``, from the first position of its block to the last; attention by
-        blocks computes blocks whole.
+        blocks computes blocks whole. In a round: the last verified token and all that
+        is drafted behind it.
         """
+        if self.round_length is not None:
+            return Span(window.start - 1, window.stop - 1)
         stop = self.block_start(window.stop - 1) + self.attended_length
         return Span(self.block_start(window.start), min(stop, self.canvas_length))
 

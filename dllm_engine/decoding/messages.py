@@ -108,7 +108,8 @@ class StepReport:
     no mask before them, or up to an end token with none before it."""
     trace: dict[str, Any] | None
     """One entry per trace name; None when the engine does not trace."""
-    num_edited: int = 0
+    edited: list[int] = field(default_factory=list)
+    """Canvas positions of decided tokens, or drafts, that it replaced, ascending."""
     revises: bool = False
     seen: SeenOfBlock | None = None
     ends: bool = False
@@ -134,14 +135,13 @@ class StepReport:
         retained = (
             self.plan.retained if self.plan.state is RefreshState.UPDATE else None
         )
-        if retained is not None and self.num_edited:
-            # The running block's keys and values are those of the tokens before.
-            retained = min(
-                retained, spec.layout.from_block_start(self.plan.window).start
-            )
+        if retained is not None and self.edited:
+            # Keys and values of what the first of them concerns are those of the
+            # tokens before.
+            retained = min(retained, spec.layout.block_start(self.edited[0]))
         if progress.span is not None and self.seen is not None:
             progress.span = progress.span.after(self.seen)
-        progress.num_edited += self.num_edited
+        progress.num_edited += len(self.edited)
         progress.revises = self.revises
         progress.ended |= self.ends
         progress.advance(

@@ -15,7 +15,7 @@ class Progress:
     The *running* blocks are the blocks that a step may fill; their canvas positions are
     the *window*. The next block joins once enough of the last one is decided; complete
     blocks leave at that moment. With one block at a time, the next block replaces the
-    one before.
+    one before. With rounds of self-speculation, those of the next round replace all.
     """
 
     running: Blocks = FIRST_BLOCK
@@ -28,7 +28,9 @@ class Progress:
     mask (token editing).
     """
     revises: bool = False
-    """True if decided tokens of the running block may still change (token editing)."""
+    """True if decided tokens of the running block may still change: token editing, and
+    drafts that are not verified.
+    """
     before: Blocks = FIRST_BLOCK
     """Running blocks before the last one joined, if one has joined."""
     steps_before: int = 0
@@ -125,12 +127,25 @@ class Progress:
 
     def _settle(self, spec: DecodingSpec) -> None:
         """Let the next blocks join. Blocks without a mask take no step."""
+        if spec.layout.round_length is not None:
+            self._begin_round(spec, spec.layout.round_length)
+            return
         is_settled = False
         while not is_settled:
             self.completed_at += [self.num_forwards] * (
                 self.leftmost - len(self.completed_at)
             )
             is_settled = not self._join(spec) or self.num_masked > 0
+
+    def _begin_round(self, spec: DecodingSpec, length: int) -> None:
+        """Let the blocks of the next round replace those of one that is verified."""
+        first = self.leftmost
+        if self.revises or not first:
+            return
+        stop = min(first + length, spec.layout.num_blocks)
+        self.before, self.steps_before, self.step = self.running, self.step, 0
+        self.running = Blocks(first, stop)
+        self.masked = list(spec.layout.masks_per_block[first:stop])
 
     def _join(self, spec: DecodingSpec) -> bool:
         """Let the next block join if enough of the last one is decided; return True if

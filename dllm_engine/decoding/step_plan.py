@@ -76,9 +76,11 @@ class UnmaskQuota:
     """Masked positions that are predicted; None: the candidates. The layer pass
     observes those behind them.
     """
-    seeds: bool = False
+    verifies: bool = False
     """True if the candidates are predicted by the rows before them, whatever the
-    family: the first of a block, in the pass that keeps what is before the block."""
+    family, in the pass that keeps those rows: the first of a block, or drafts and the
+    one behind them. The first prediction that is no draft is filled in, and the drafts
+    behind it are taken back."""
     left: int | None = None
     """Masks left after the step, where decided tokens may be taken back; ``count`` is
     then by how many there are fewer. None: decided tokens stay.
@@ -87,6 +89,11 @@ class UnmaskQuota:
     """True if rows of candidates may leave the pass before they predict anything, so
     that fewer are filled.
     """
+
+    @property
+    def may_take_back(self) -> bool:
+        """True if decided candidates may become masks again."""
+        return self.left is not None or (self.verifies and self.candidates.size > 1)
 
     @property
     def predicted(self) -> Span:
@@ -163,7 +170,7 @@ def fills_fixed_count(plan: StepPlan, spec: DecodingSpec) -> bool:
 def may_fill(plan: StepPlan, spec: DecodingSpec) -> bool:
     """Return True if a step can fill a position, or replace its token."""
     quota = plan.quota
-    if quota.left is not None:
+    if quota.may_take_back:
         return True
     return quota.count > 0 or plan.post_step > 0 or not fills_fixed_count(plan, spec)
 
@@ -173,7 +180,7 @@ def must_fill(plan: StepPlan, spec: DecodingSpec) -> bool:
     the model predicts.
     """
     quota = plan.quota
-    if quota.may_fall_short or plan.post_step or quota.left is not None:
+    if quota.may_fall_short or plan.post_step or quota.may_take_back:
         # The row of the only position that may be filled may have left the pass; the
         # next step keeps it. A step that begins without a mask only replaces tokens.
         # One that takes tokens back may leave as many masks as there were.
@@ -190,6 +197,8 @@ def revises(
     """Return True if decided tokens of the running block may still change after a step
     that left ``num_masked`` masks and replaced ``num_edited`` tokens (LLaDA2.1's loop,
     arXiv 2602.08676)."""
+    if spec.layout.round_length is not None:
+        return not plan.quota.verifies
     if plan.quota.left is not None:
         return num_masked > 0
     if spec.unmasking.edit_threshold is None:
@@ -200,11 +209,13 @@ def revises(
     )
 
 
-def begins_with_seed(spec: DecodingSpec, progress: Progress) -> bool:
-    """Return True if a step predicts the first position of a block alone, from the row
-    before it.
+def predicts_next(spec: DecodingSpec, progress: Progress) -> bool:
+    """Return True if rows of a step predict the tokens behind them: the first position
+    of a block alone, or those of a round that is drafted.
     """
     layout = spec.layout
+    if layout.round_length is not None:
+        return progress.num_masked == 1
     start = layout.span_of(progress.running).start
     begins = progress.step == 0 and layout.block_start(start) == start
     return layout.seeds_blocks and begins
@@ -232,10 +243,15 @@ def unmask_quota(
         # The guide, or the probabilities of fields, decide how many; schedules have no
         # say.
         return quota
-    if begins_with_seed(spec, progress):
+    if predicts_next(spec, progress):
         seed = Span(window.start, window.start + 1)
-        return UnmaskQuota(seed, 1, 1.0, seeds=True)
+        candidates = window if spec.layout.round_length else seed
+        return UnmaskQuota(candidates, 1, 1.0, verifies=True)
     quota.parallel = spec.unmasking.parallel
+    if spec.layout.round_length is not None:
+        quota.candidates = Span(window.start, window.stop - 1)
+        quota.count = progress.num_masked - 1
+        return quota
     quota.least = spec.schedule.tokens_per_step or 0
     if spec.schedule.block_add_threshold is not None:
         quota.guaranteed = spec.layout.block_span(progress.leftmost)

@@ -16,25 +16,28 @@ from dllm_engine.request_options.facts import (
 )
 from dllm_engine.text import parsed_json
 
-_ONE_TOKEN = "a token at a time leaves nothing to choose"
+_BY_AGREEMENT = "the next token is always that of the row before it"
 
 
 class LayoutOptions(OptionGroup):
     decoding: Annotated[
-        Literal["diffusion", "autoregressive"] | None,
+        Literal["diffusion", "autoregressive", "self_speculation"] | None,
         Facts(
             default_by="checkpoint",
             excludes=(
-                Exclusion("block_length", _ONE_TOKEN),
-                Exclusion("steps_per_block", _ONE_TOKEN),
-                Exclusion("tokens_per_step", _ONE_TOKEN),
+                Exclusion("steps_per_block", _BY_AGREEMENT),
+                Exclusion("tokens_per_step", _BY_AGREEMENT),
             ),
+            decided_by_guide=True,
             needs_attention=AttentionNeed("causal", "no row predicts the next token"),
+            needs_decided=True,
             off="diffusion",
         ),
     ] = None
-    """``autoregressive``: one token per step, each from the row before it
-    (Nemotron-Labs-Diffusion). Unset: ``diffusion``."""
+    """``autoregressive``: one token per step, each from the row before it.
+    ``self_speculation``: the same text in fewer steps. One step drafts a block, or
+    several do by a rule of parallel unmasking; the next verifies the drafts and keeps
+    those before the first wrong one (Nemotron-Labs-Diffusion). Unset: ``diffusion``."""
     block_length: Annotated[int | None, Facts(default_by="checkpoint")] = Field(
         default=None, ge=1, le=MOST_TOKENS
     )
@@ -105,6 +108,9 @@ def resolve_layout(
     gen_length = len(template) or request.params.max_tokens
     family = request.family
     block_length = _block_length(request, own, options, gen_length)
+    round_length = None
+    if options.decoding in ("autoregressive", "self_speculation"):
+        round_length, block_length = block_length, 1
     part = options.sub_block_length or block_length
     if block_length % part:
         if own.sub_block_length is not None:
@@ -116,6 +122,7 @@ def resolve_layout(
         request.prompt_length,
         gen_length,
         part,
+        round_length=round_length,
         attention_block=block_length if part < block_length else None,
         seeds_blocks=family.seeds_blocks,
         attention=family.attention,
@@ -163,6 +170,11 @@ def _block_length(
     """
     family = request.family
     if options.decoding == "autoregressive":
+        if own.block_length is not None:
+            raise refused(
+                f"block_length={own.block_length}: decoding='autoregressive' goes "
+                f"token by token; leave one of them unset"
+            )
         return 1
     block_length = options.block_length or family.block_length_of(gen_length)
     if family.attention == "full" and own.block_length is None:

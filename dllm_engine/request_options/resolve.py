@@ -130,8 +130,8 @@ def check_room(
         )
     else:
         num_rows, what, remedy = (
-            spec.layout.attended_length,
-            f"block_length={spec.layout.attended_length}",
+            spec.layout.rows_at_once,
+            f"block_length={spec.layout.rows_at_once}",
             "lower block_length",
         )
     if num_rows > max_rows:

@@ -274,22 +274,25 @@ def _check_decided(options: OptionGroup, policy: UnmaskingPolicy) -> None:
 
 
 def check_taking_back(spec: DecodingSpec, engine: EngineOptions) -> None:
-    """Refuse a policy that takes tokens back where what was computed of them is kept,
-    or a text must match.
+    """Refuse what takes tokens back where a text must match, and a policy that does so
+    where what was computed of them is kept.
     """
     policy = spec.unmasking.policy
-    if not policy.takes_back:
-        return
-    if engine.method.pages is not None:
+    takers = {
+        "decoding='self_speculation'": spec.layout.has_drafts,
+        f"unmasking={policy.name!r}": policy.takes_back,
+    }
+    for taker, takes_back in takers.items():
+        if takes_back and spec.text.is_constrained:
+            raise refused(
+                f"{taker} takes tokens back, which structured output does not allow; "
+                f"choose another"
+            )
+    if policy.takes_back and engine.method.pages is not None:
         raise refused(
             f"unmasking={policy.name!r} takes decided tokens back, of which "
             f"cache_method={engine.cache_method!r} keeps what it computed; choose "
             f"another policy, or start the engine with cache_method='none'"
-        )
-    if spec.text.is_constrained:
-        raise refused(
-            f"unmasking={policy.name!r} takes decided tokens back, which structured "
-            f"output does not allow; choose another policy"
         )
 
 

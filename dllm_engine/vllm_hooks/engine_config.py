@@ -22,7 +22,7 @@ from dllm_engine.memory import CPU_PAGE_POOL_BYTES
 from dllm_engine.model_executor.guide.sizes import guide_config, guide_shape
 from dllm_engine.model_executor.guide.text import Retokenizer
 from dllm_engine.model_executor.loading.files import check_generation_config
-from dllm_engine.model_executor.loading.lora import check_adapter
+from dllm_engine.model_executor.loading.lora import DraftAdapter, check_adapter
 from dllm_engine.model_executor.loading.tokenizers import tokenizer_files_named
 from dllm_engine.model_executor.models.config_keys import block_size_of
 from dllm_engine.model_executor.models.configs import (
@@ -309,6 +309,8 @@ def _settle_engine_options(vllm_config: VllmConfig) -> EngineOptions:
         options = _with_guide_shape(options, vllm_config)
     if options.lora_path is not None:
         check_adapter(options.lora_path, vllm_config)
+    if options.draft_lora is not None:
+        DraftAdapter(vllm_config, options.draft_lora)  # raises what is wrong with it
     geometry = options.geometry(
         model_config.hf_config, vllm_config.parallel_config.tensor_parallel_size
     )

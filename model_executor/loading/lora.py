@@ -70,20 +70,21 @@ class _AdapterConfig(BaseModel):
 class LoraAdapter:
     """The adapter in a folder. Its tensors are read when they are needed."""
 
-    def __init__(self, folder: str) -> None:
-        """Raises ``ValueError`` naming the file, and the key or tensor, that is
-        missing, damaged or not supported.
+    def __init__(self, folder: str, option: str = "lora_path") -> None:
+        """``option``: by which the folder was named. Raises ``ValueError`` naming the
+        file, and the key or tensor, that is missing, damaged or not supported.
         """
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise ValueError(
-                f"lora_path={folder!r} is no folder; download the adapter and name its "
+                f"{option}={folder!r} is no folder; download the adapter and name its "
                 f"folder"
             )
         for name in (CONFIG, WEIGHTS):
             check_content(self.folder / name)
+        self.ranks: dict[str, int] = {}
         self.scales = self._read_scales(_read_config(self.folder / CONFIG))
-        """By the name of the weight's tensor in the checkpoint."""
+        """Both by the name of the weight's tensor in the checkpoint."""
 
     def check(self, names: Collection[str]) -> None:
         """Raise ``ValueError`` naming a weight that the adapter changes and that is not
@@ -109,13 +110,7 @@ class LoraAdapter:
                 if name not in self.scales:
                     yield name, tensor
                     continue
-                module = f"base_model.model.{name.removesuffix('.weight')}"
-                a, b = (
-                    file.get_tensor(f"{module}.lora_{part}.weight")
-                    .to(tensor.device)
-                    .float()
-                    for part in "AB"
-                )
+                a, b = (part.to(tensor.device).float() for part in _parts(file, name))
                 if tensor.shape != (b.shape[0], a.shape[1]):
                     raise ValueError(
                         f"{self.folder / WEIGHTS}: {shortened(name)} and its update "
@@ -132,6 +127,15 @@ class LoraAdapter:
                 yield name, merged
         if whole:
             self.check(names)
+
+    def updates(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """The name of each weight's tensor, and A and scale · B of its update, in
+        float32.
+        """
+        with safe_open(self.folder / WEIGHTS, framework="pt") as file:
+            for name, scale in self.scales.items():
+                a, b = _parts(file, name)
+                yield name, a.float(), scale * b.float()
 
     def _read_scales(self, config: _AdapterConfig) -> dict[str, float]:
         path = self.folder / WEIGHTS
@@ -175,10 +179,67 @@ class LoraAdapter:
                 f"{path} holds no tensors of the kind '….lora_A.weight'; save it again"
             )
         scales = _Scales(self.folder / CONFIG, config)
+        self.ranks = {f"{module}.weight": rank for module, rank in ranks["A"].items()}
         return {
             f"{module}.weight": scales.scale(module, rank)
             for module, rank in ranks["A"].items()
         }
+
+
+def _parts(file: Any, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A and B of the update of a weight's tensor."""
+    module = f"base_model.model.{name.removesuffix('.weight')}"
+    a, b = (file.get_tensor(f"{module}.lora_{part}.weight") for part in "AB")
+    return a, b
+
+
+class DraftAdapter(LoraAdapter):
+    """The adapter in a checkpoint's own folder that drafts of self-speculation are
+    computed with: updates of the projection behind attention, in every layer.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, folder: str) -> None:
+        config = vllm_config.model_config.hf_config
+        super().__init__(
+            str(Path(vllm_config.model_config.model) / folder), "draft_lora"
+        )
+        family = config.family
+        if family.attention != "causal":
+            raise ValueError(
+                f"draft_lora={folder!r}: {family.name} drafts nothing; leave it unset"
+            )
+        names = family.names
+        released = next(
+            released
+            for released, (ours, _) in names.in_layer.items()
+            if ours == "out_proj"
+        )
+        self.layers = {
+            f"{names.layers}.{number}.{released}.weight": number
+            for number in range(config.num_hidden_layers)
+        }
+        """Number of the layer of each weight."""
+        self.prefix = names.layers
+        for name in self.layers.keys() ^ self.scales.keys():
+            raise ValueError(
+                f"{self.folder / WEIGHTS} must change {released} of every layer, and "
+                f"nothing else; {shortened(name)} is amiss"
+            )
+
+    def rank(self, layer: int) -> int:
+        """The rank of the update in a layer."""
+        return next(
+            self.ranks[name] for name, number in self.layers.items() if number == layer
+        )
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters of ``LowRankUpdate`` in each layer, under names as the
+        checkpoint's.
+        """
+        for name, a, b in self.updates():
+            module = f"{self.prefix}.{self.layers[name]}.draft_update"
+            yield f"{module}.a", a
+            yield f"{module}.b", b
 
 
 class _Scales:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -36,9 +37,10 @@ from dllm_engine.families import (
     TensorNames,
 )
 from dllm_engine.kernels.rotary import rotary_table, rotate_
-from dllm_engine.model_executor.loading.lora import LoraAdapter
+from dllm_engine.model_executor.loading.lora import DraftAdapter, LoraAdapter
 from dllm_engine.model_executor.loading.parameters import fill_parameters
 from dllm_engine.model_executor.models.config_keys import QUERY_SCALE, rotary_dim
+from dllm_engine.model_executor.models.low_rank import LowRankUpdate
 from dllm_engine.model_executor.models.mlp import (
     ROW_BLOCKS,
     ArgumentsOf,
@@ -85,7 +87,10 @@ class DecoderLayer(nn.Module):
     computing.
     """
 
-    def __init__(self, config: Any, number: int, arguments_of: ArgumentsOf) -> None:
+    def __init__(
+        self, config: Any, number: int, arguments_of: ArgumentsOf, draft_rank: int = 0
+    ) -> None:
+        """``draft_rank``: of the update that rows of drafts get; 0: they get none."""
         super().__init__()
         hidden_size, eps, self.head_dim = (
             config.hidden_size,
@@ -116,6 +121,10 @@ class DecoderLayer(nn.Module):
             bias=False,
             **arguments_of("out_proj"),
         )
+        self.draft_update = None
+        if draft_rank:
+            sizes = num_heads * self.head_dim, hidden_size
+            self.draft_update = LowRankUpdate(*sizes, draft_rank)
         experts: ExpertShape | None = getattr(config, "experts", None)
         self.mlp = (
             GatedMLP(hidden_size, config.intermediate_size, arguments_of)
@@ -160,11 +169,18 @@ class DecoderLayer(nn.Module):
             split[0].mul_(scales[:, None, None].to(heads.dtype))
         return [*split, *values]
 
-    def o_proj(self, attended: torch.Tensor) -> torch.Tensor:
+    def o_proj(
+        self, attended: torch.Tensor, drafts: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The attention branch's output ``[num_rows, hidden_size]`` from ``[num_rows,
-        num_heads, head_dim]``.
+        num_heads, head_dim]``. ``drafts``: indices of the rows that get the update of
+        drafts, where there are any.
         """
-        return self.out_proj(attended.flatten(1))[0]
+        rows = attended.flatten(1)
+        out: torch.Tensor = self.out_proj(rows)[0]
+        if drafts is None or self.draft_update is None:
+            return out
+        return out.index_add_(0, drafts, self.draft_update(rows[drafts]))
 
     def _projected(self, normed: torch.Tensor, first: int, count: int) -> torch.Tensor:
         """``count`` heads of the fused projection from the head ``first`` on,
@@ -233,12 +249,14 @@ class DiffusionDecoder(nn.Module):
         ``max_model_len``."""
         super().__init__()
         self.vllm_config = vllm_config
-        lora_path = (
-            EngineOptions.from_vllm_config(vllm_config).lora_path
-            if hf_config is None
-            else None
-        )
+        lora_path = draft_lora = None
+        if hf_config is None:
+            options = EngineOptions.from_vllm_config(vllm_config)
+            lora_path, draft_lora = options.lora_path, options.draft_lora
         self.adapter = LoraAdapter(lora_path) if lora_path is not None else None
+        self.draft_adapter = None
+        if draft_lora is not None:
+            self.draft_adapter = DraftAdapter(vllm_config, draft_lora)
         self.takes_parts = False
         """True while ``load_weights`` is given some tensors at a time."""
         model_config = vllm_config.model_config
@@ -258,6 +276,7 @@ class DiffusionDecoder(nn.Module):
                 vllm_arguments(
                     self.names.in_layer, f"{self.names.layers}.{number}", quant_config
                 ),
+                0 if self.draft_adapter is None else self.draft_adapter.rank(number),
             )
             for number in range(self.config.num_hidden_layers)
         )
@@ -348,6 +367,8 @@ class DiffusionDecoder(nn.Module):
         """
         if self.adapter is not None:
             weights = self.adapter.merged(weights, whole=not self.takes_parts)
+        if self.draft_adapter is not None and not self.takes_parts:
+            weights = chain(weights, self.draft_adapter.tensors())
         return fill_parameters(self, weights)
 
 

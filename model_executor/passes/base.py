@@ -145,14 +145,16 @@ def run_layers(
     hidden: torch.Tensor,
     phases: RotaryPhases,
     attend: Attend,
+    drafts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Hidden states after the last layer, of a pass that computes every row in every
-    layer and differs from others in ``attend`` alone.
+    layer and differs from others in ``attend`` alone. ``drafts``: as of
+    ``DecoderLayer.o_proj``.
     """
     update = None  # what the layer before adds; the next norm does it
     for index, layer in enumerate(layers):
         q, k, v = layer.qkv(layer.attn_norm(hidden, update), phases)
-        attended = layer.o_proj(attend(index, q, k, v))
+        attended = layer.o_proj(attend(index, q, k, v), drafts)
         update = layer.mlp(layer.mlp_norm(hidden, attended))
     return hidden if update is None else hidden.add_(update)
 

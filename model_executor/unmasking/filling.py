@@ -38,6 +38,7 @@ from dllm_engine.model_executor.unmasking.selection import (
     first_of_all,
     parallel_rule,
     select,
+    up_to_first,
 )
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, required
 
@@ -139,6 +140,8 @@ class Number(IntEnum):
     """
     TAKES_BACK = 12
     """1 where decided candidates that are not chosen become masks again."""
+    VERIFIES = 13
+    """1 where predictions replace drafts from the first on that differs."""
 
 
 _SWITCHED = (
@@ -148,6 +151,7 @@ _SWITCHED = (
     Number.DELAYS_EOS,
     Number.ALG_TEMP,
     Number.TAKES_BACK,
+    Number.VERIFIES,
 )
 """Numbers that are 0 where a request does not use them."""
 _BOUNDS = (Number.OBSERVED, Number.EDITED)
@@ -197,6 +201,11 @@ class FillWork(NamedTuple):
         """True if a choice needs a random number of each position."""
         return "noise" in self.wanted.measures or Number.ALG_TEMP in self.uses
 
+    @property
+    def takes_back(self) -> bool:
+        """True if decided candidates may become masks again."""
+        return bool(self.uses & {Number.TAKES_BACK, Number.VERIFIES})
+
 
 @dataclass
 class FillInputs:
@@ -229,7 +238,9 @@ def fill_work(
     choices: dict[Choice, int] = {}
     for i in group.members:
         spec, quota = specs[i], plans[i].quota
-        if spec.guidance is None:
+        if quota.verifies:
+            rows[Number.VERIFIES][i] = 1
+        elif spec.guidance is None:
             rule, rows[Number.VALUE][i] = _rule(quota, spec.unmasking.policy)
             if quota.left is not None:
                 num_candidates = group.bounds[i + 1] - group.bounds[i]
@@ -270,7 +281,11 @@ def fill_work(
     work = FillWork(settings, tuple(choices), wanted, frozenset(uses))
     if work.draws_positions or settings.temperature > 0:
         rows[Number.SEED][:] = [canvas.seed for canvas in canvases]
-        rows[Number.FORWARD][:] = [plan.forward for plan in plans]
+        # Tokens of rounds are those of an autoregressive text, whatever is drafted.
+        rows[Number.FORWARD][:] = [
+            0 if spec.layout.round_length else plan.forward
+            for spec, plan in zip(specs, plans, strict=True)
+        ]
     return work, numbers
 
 
@@ -335,6 +350,16 @@ def fill(
     if takes_back is not None:
         taken_back = takes_back & ~chosen
         chosen &= ~takes_back
+    if Number.VERIFIES in work.uses:
+        verifies = numbers[Number.VERIFIES]
+        cells = Cells(requests, inputs.table[1], inputs.width)
+        differs = masked | (statistics.token != tokens)
+        verified = up_to_first(differs, cells, verifies.numel())
+        verifying = verifies[requests] > 0
+        chosen = torch.where(verifying, verified, chosen)
+        taken_back |= verifying & ~masked & ~verified
+        statistics.written = torch.where(verifying, verified, statistics.written)
+    if work.takes_back:
         store.take_back(places, taken_back)
     store.fill(places, statistics.token, chosen)
     outcome = chosen.long() * CHOSEN + taken_back.long() * TAKEN_BACK

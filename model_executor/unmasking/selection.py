@@ -92,3 +92,14 @@ def select(
         passes = passes | (first_inside & ~(passes & inside).any(dim=1, keepdim=True))
     passes = passes & (ordered > -torch.inf)
     return torch.empty_like(passes).scatter_(1, order, passes)[requests, offsets]
+
+
+def up_to_first(stops: torch.Tensor, cells: Cells, num_requests: int) -> torch.Tensor:
+    """The candidates of each request up to the first that ``stops``, that one with
+    them; bool ``[num_candidates]`` both.
+    """
+    requests, offsets, width = cells
+    table = torch.zeros(num_requests, width, dtype=torch.int64, device=stops.device)
+    table[requests, offsets] = stops.long()
+    before = table.cumsum(dim=1) - table
+    return before[requests, offsets] == 0

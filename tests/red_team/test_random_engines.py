@@ -183,8 +183,28 @@ def draw_requests(
         if model not in SEEDS_BLOCKS and draw.random() < 0.15:
             decision, _, _ = random_decision(draw)
             asked = decision_params(decision, passes=draw.randint(1, 3))
+        elif draw.random() < 0.5:
+            asked = own_options(draw, model, asked)
         requests.append(([token % 140 for token in prompt], asked))
     return requests
+
+
+def own_options(
+    draw: random.Random, model: str, asked: dict[str, Any]
+) -> dict[str, Any]:
+    """Options that only models of its kind have."""
+    if model == "tiny_fast_dllm_v2":
+        length = asked["block_length"]
+        parts = [n for n in range(1, length + 1) if length % n == 0]
+        return asked | {"sub_block_length": draw.choice(parts)}
+    if model != "tiny_nemotron_labs":
+        return asked
+    decoding = draw.choice(["autoregressive", "self_speculation"])
+    left_out = {"steps", "steps_per_block", "tokens_per_step"}
+    if decoding == "autoregressive":
+        left_out.add("block_length")
+    kept = {name: value for name, value in asked.items() if name not in left_out}
+    return kept | {"decoding": decoding}
 
 
 def answer_with_aborts(
@@ -238,6 +258,8 @@ def test_answers_beside_others_are_those_given_alone(
     model = draw_model(draw, method)
     sees_all = model in MODELS["full"]
     settings = draw_engine(draw, method, tiny_guide if sees_all else None)
+    if model == "tiny_nemotron_labs":
+        settings["cache_options"].pop("sub_block_cache", None)
     trims_suffix = CACHE_METHODS[method].trims_suffix and sees_all
     requests = draw_requests(
         draw,

@@ -32,6 +32,7 @@ MORE = (
     "block_fast_dllm_v2",
     "block_nemotron_labs",
     "ar_nemotron_labs",
+    "spec_nemotron_labs",
 )
 """Files of cases that no plain version decodes."""
 ODD = {"overwrites_known_tokens", "early_stop_finds_eos_in_prompt"}

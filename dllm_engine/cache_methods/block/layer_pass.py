@@ -1,14 +1,24 @@
 """Passes of block diffusion: of whole blocks, or of the parts of a running one."""
 
+from collections.abc import Iterable
+
 import numpy as np
+import torch
 
 from dllm_engine.cache_methods.block.method import BlockOptions
 from dllm_engine.decoding.step_plan import StepPlan
 from dllm_engine.model_executor.canvas_store import Canvas
+from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
-from dllm_engine.model_executor.passes.base import LayerPass, Repeats
+from dllm_engine.model_executor.passes.base import (
+    LayerPass,
+    Repeats,
+    Results,
+    run_layers,
+)
 from dllm_engine.model_executor.passes.paged import OverwritePass, RetentionPass
 from dllm_engine.model_executor.step_batch import StepBatch
+from dllm_engine.model_executor.transfer import on_device
 
 
 class BlockPass(RetentionPass):
@@ -25,8 +35,38 @@ class BlockPass(RetentionPass):
 
     @classmethod
     def of(cls, batch: StepBatch, pages: PageMemory) -> LayerPass:
-        keeps_running = BlockOptions.of(batch.canvases[0].spec).sub_block_cache
-        return (PartsPass if keeps_running else cls)(batch, pages)
+        options = BlockOptions.of(batch.canvases[0].spec)
+        if options.sub_block_cache:
+            return PartsPass(batch, pages)
+        if options.draft_lora is not None and (drafts := _draft_rows(batch)).size:
+            return DraftPass(batch, pages, drafts)
+        return cls(batch, pages)
+
+
+class DraftPass(RetentionPass):
+    """Keeps finished blocks, and gives rows of drafts the update of their own."""
+
+    def __init__(self, batch: StepBatch, pages: PageMemory, drafts: np.ndarray) -> None:
+        """``drafts``: indices of these rows."""
+        super().__init__(batch, pages)
+        self.drafts = on_device(drafts, batch.device)
+
+    def __call__(
+        self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases
+    ) -> tuple[torch.Tensor, Results]:
+        return run_layers(layers, hidden, phases, self.attend, self.drafts), ()
+
+
+def _draft_rows(batch: StepBatch) -> np.ndarray:
+    """Indices of the rows that draft: not those of finished tokens before them."""
+    first_drafts = []
+    for canvas, plan in zip(batch.canvases, batch.plans, strict=True):
+        layout = canvas.spec.layout
+        drafts = layout.has_drafts and not plan.quota.verifies
+        first = layout.from_block_start(plan.window).start
+        first_drafts.append(first if drafts else layout.canvas_length)
+    firsts = np.repeat(first_drafts, batch.sizes)
+    return np.flatnonzero(batch.host_positions >= firsts)
 
 
 class PartsPass(OverwritePass):

@@ -20,6 +20,11 @@ class BlockOptions(CacheOptions):
     its ``sub_block_length`` parts alone, except while the first position of the part is
     masked (Fast-dLLM v2). An approximation."""
 
+    draft_lora: str | None = None
+    """Folder in the checkpoint with a LoRA adapter that drafts of self-speculation are
+    computed with, such as ``linear_spec_lora`` (Nemotron-Labs-Diffusion). Texts are the
+    same with it and without."""
+
     @property
     def keeps_running_block(self) -> bool:
         return self.sub_block_cache
@@ -29,6 +34,11 @@ class BlockOptions(CacheOptions):
             return (
                 f"edit_threshold={spec.unmasking.edit_threshold}: sub_block_cache "
                 f"computes a part of a block; leave it unset"
+            )
+        if self.sub_block_cache and spec.layout.round_length is not None:
+            return (
+                "decoding: sub_block_cache keeps parts of blocks, and here blocks are "
+                "single tokens; leave one of them unset"
             )
         return None
 

@@ -1,0 +1,39 @@
+"""Low-rank updates of a module that some rows get and others do not."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_reduce,
+)
+from vllm.model_executor.utils import set_weight_attrs
+
+
+class LowRankUpdate(nn.Module):
+    """``B (A x)``, added to a module whose input is split between tensor-parallel
+    ranks.
+    """
+
+    def __init__(self, input_size: int, output_size: int, rank: int) -> None:
+        """``input_size``: of all ranks together."""
+        super().__init__()
+        columns = input_size // get_tensor_model_parallel_world_size()
+        self.a = nn.Parameter(torch.empty(rank, columns), requires_grad=False)
+        self.b = nn.Parameter(torch.empty(output_size, rank), requires_grad=False)
+        set_weight_attrs(self.a, {"weight_loader": _load_columns})
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """``[num_rows, output_size]`` from this rank's ``[num_rows, columns]``."""
+        reduced = tensor_model_parallel_all_reduce(F.linear(inputs, self.a))
+        return F.linear(reduced, self.b)
+
+
+def _load_columns(parameter: nn.Parameter, tensor: torch.Tensor) -> None:
+    """Take the columns of this rank."""
+    columns = parameter.shape[1]
+    first = get_tensor_model_parallel_rank() * columns
+    if tensor.shape[1] != columns * get_tensor_model_parallel_world_size():
+        raise RuntimeError(f"{tensor.shape[1]} columns")
+    parameter.data.copy_(tensor[:, first : first + columns])
