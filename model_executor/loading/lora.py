@@ -186,7 +186,7 @@ class LoraAdapter:
         }
 
 
-def _parts(file: Any, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _parts(file: safe_open, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     """A and B of the update of a weight's tensor."""
     module = f"base_model.model.{name.removesuffix('.weight')}"
     a, b = (file.get_tensor(f"{module}.lora_{part}.weight") for part in "AB")
