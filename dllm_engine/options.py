@@ -114,6 +114,9 @@ class EngineOptions(BaseModel):
     """Record for each forward pass which positions were unmasked and computed."""
     playground: bool = True
     """Serve the page ``/playground``."""
+    fim_markers: bool = True
+    """Read the markers that editors put around the text before and behind the cursor in
+    the prompt of a completion. Turn it off for a model that is trained on them."""
     request_defaults: dict[str, Any] = {}
     """Request options for requests that do not set them."""
 

@@ -13,6 +13,8 @@ os.environ["TRITON_F32_DEFAULT"] = "ieee"
 # threads.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# As ``dllm serve`` sets it.
+os.environ.setdefault("VLLM_MAX_STOP_STRINGS", "64")
 
 from collections import Counter
 from pathlib import Path

@@ -1,10 +1,12 @@
-"""Serve a model over HTTP (OpenAI's API).
+"""Serve a model over HTTP: OpenAI's API, decisions, and the routes of code editors
+(/v1/fim/completions, /infill, /completion, /api/generate).
 
 Everything ``vllm serve`` accepts works here too; ``vllm serve --help=all`` lists it.
 """
 
 import argparse
 import json
+import os
 import sys
 from typing import Any
 
@@ -60,7 +62,9 @@ def add_arguments(parser: CommandParser) -> None:
     decisions = ("way", "template", "joint", "calibration")
     add_options(other, EngineOptions, [f"decision_{name}" for name in decisions])
     add_options(
-        other, EngineOptions, ("cuda_graphs", "batch_invariant", "trace", "playground")
+        other,
+        EngineOptions,
+        ("cuda_graphs", "batch_invariant", "trace", "playground", "fim_markers"),
     )
     additional = (
         f"vLLM's own option; the arguments above are put into its key {OPTIONS_KEY!r}"
@@ -70,6 +74,8 @@ def add_arguments(parser: CommandParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     server_start.end_on_signals()
+    # Read when vLLM is imported. Editors send lists of their users.
+    os.environ.setdefault("VLLM_MAX_STOP_STRINGS", "64")
     arguments = vllm_arguments(args)
     check_release()
     check_start(args.model, stated_arguments(args.unknown))

@@ -31,7 +31,7 @@ def test_engine_options_can_be_given_as_the_page_says():
         "self",
         "model",
         "kwargs",
-    } == options - {"playground"}
+    } == options - {"playground", "fim_markers"}
     flags = vars(build_parser().parse_args(["serve", "demo"]))
     without = {
         "dense_attention",

@@ -12,6 +12,7 @@ from typing import Any, get_args
 import pytest
 from vllm.entrypoints import serve
 
+from dllm_engine.editors.routes import OWN_BODIES
 from dllm_engine.params import ELSEWHERE, VLLM_OPTIONS
 from dllm_engine.request_options.fields import RequestOptions
 from dllm_engine.vllm_hooks.server.bodies import MOST_BYTES, BodyCheck
@@ -189,7 +190,9 @@ def test_no_route_has_a_field_of_its_own_of_that_name():
     assert set().union(*fields.values()) & OWN_NAMES == {"top_p", "top_k"}
 
 
-@pytest.mark.parametrize("path", sorted({*routes_with_bodies()} - {"/v1/systemone"}))
+@pytest.mark.parametrize(
+    "path", sorted({*routes_with_bodies()} - {"/v1/systemone", *OWN_BODIES})
+)
 def test_an_option_of_ours_is_refused_wherever_vllm_would_ignore_it(path):
     client = every_route()
     own = {"passes", "template"} if path == "/v1/decisions" else set()

@@ -249,8 +249,8 @@ def test_in_python_too(demo, kind):
             {"suffix": AFTER, "vllm_xargs": {"template": [1, "a"]}},
             "suffix and a template",
         ),
-        ({"suffix": "<|endoftext|>"}, "special token"),
-        ({"suffix": AFTER * 400, "max_tokens": 4}, "max_model_len"),
+        ({"vllm_xargs": {"template": [1, "<|endoftext|>"]}}, "special token"),
+        ({"vllm_xargs": {"template": [4, AFTER * 400]}}, "max_model_len"),
         *[({"vllm_xargs": {"template": pieces}}, "no hole") for pieces in ([], ["a"])],
         ({"vllm_xargs": {"template": [1.5]}}, r"template\[0\]=1.5 is neither"),
         *[
@@ -268,7 +268,10 @@ def test_in_python_too(demo, kind):
             {"vllm_xargs": {"template": ["a", 1] * 1000000}},
             "template has 2000000 entries",
         ),
-        ({"suffix": "a" * 1000000}, "given texts of 1000000 characters"),
+        (
+            {"vllm_xargs": {"template": [4, "a" * 1000000]}},
+            "given texts of 1000000 characters",
+        ),
         (
             {"vllm_xargs": {"response_template": "[" + "null," * 1000000}},
             "response_template has 5000001 characters",

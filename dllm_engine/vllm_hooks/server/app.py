@@ -47,9 +47,16 @@ def extend_app(
     app.add_middleware(Answers, requests=app.state.open_requests)
     app.add_middleware(AnthropicErrors)
     logging.getLogger(anthropic.__name__).addFilter(one_line_for_refusals)
+    from dllm_engine.editors import routes as editors
+
     # These answer prompts, and vLLM leaves them open.
     authenticate.GUARDED_PREFIX = tuple(
-        {*authenticate.GUARDED_PREFIX, "/invocations", "/generative_scoring"}
+        {
+            *authenticate.GUARDED_PREFIX,
+            *editors.GUARDED,
+            "/invocations",
+            "/generative_scoring",
+        }
     )
     from dllm_engine.decisions import routes as decisions
     from dllm_engine.decisions.asking import check_files
@@ -67,5 +74,6 @@ def extend_app(
     check_files(options, args.model)
     decisions.add_routes(app)
     likelihood_route.add_route(app)
+    editors.add_routes(app)
     if options.playground:
         playground.add_route(app, options, model_config.hf_config.family)

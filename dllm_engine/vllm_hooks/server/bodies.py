@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.exceptions import GracefulHTTPError, VLLMError, VLLMValidationError
 
+from dllm_engine.editors.routes import OWN_BODIES
 from dllm_engine.params import VLLM_OPTIONS, check_place
 from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.vllm_hooks.server.error_forms import route_of
@@ -22,6 +23,9 @@ MOST_BYTES = 16 << 20
 """Bytes of a body: 1,024 prompts of 16 KB each. Nobody is answered while it is parsed,
 which takes part of a second.
 """
+
+_OWN_FIELDS = ("/v1/systemone", *OWN_BODIES)
+"""Routes whose bodies have fields of their own, of which some have names of ours."""
 
 
 class BodyCheck:
@@ -149,7 +153,7 @@ def _checked_fields(body: bytes, path: str) -> dict[str, Any] | None:
     except ValueError:  # vLLM says what is wrong with it
         return None
     # Clients of that protocol may send fields of their own.
-    if not isinstance(fields, dict) or path == "/v1/systemone":
+    if not isinstance(fields, dict) or path in _OWN_FIELDS:
         return None
     if not isinstance(given := fields.get("structured_outputs"), dict | None):
         raise VLLMValidationError(

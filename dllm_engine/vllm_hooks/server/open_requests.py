@@ -40,6 +40,8 @@ class OpenRequest:
         """For ``extra_args`` of its parameters."""
         self.filling: Filling | None = None
         """Holes whose lengths are to be chosen."""
+        self.headers: dict[str, str] = {}
+        """For the answer."""
         self.latest: list[tuple[Any, Any] | None] = []
         """Per prompt, its parameters and the last output."""
 
@@ -205,6 +207,7 @@ class Answer:
         if self._is_replaced:
             return
         if message["type"] == "http.response.start":
+            MutableHeaders(scope=message).update(self._request.headers)
             self._headers = Headers(raw=message["headers"])
         self._last_part = message.get("body", b"") or self._last_part
         self.is_complete = message["type"] == "http.response.body" and not message.get(

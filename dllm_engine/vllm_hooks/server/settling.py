@@ -7,6 +7,7 @@ from typing import Any
 from vllm import envs
 
 from dllm_engine.decisions.http import settle_decision
+from dllm_engine.editors.completions import is_at_cursor, settle_completion
 from dllm_engine.infill.http import settle_template
 from dllm_engine.params import check_place
 from dllm_engine.request_options.errors import InvalidRequestError
@@ -58,6 +59,11 @@ async def settled_fields(
                 f"{name} is not supported for a batch of chats; send one request for "
                 f"each"
             )
+    if route == COMPLETIONS and fields.get("max_tokens") == -1:
+        fields = {**fields, "max_tokens": None}  # no limit
+    if route == COMPLETIONS and is_at_cursor(fields):
+        serving = getattr(state, _SERVING[route])
+        fields = await settle_completion(fields, serving, asked)
     if _names_more(fields):
         serving = getattr(state, _SERVING[route])
         fields = await _settled(fields, route, serving, asked)

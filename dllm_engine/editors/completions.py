@@ -1,0 +1,222 @@
+"""Completions at a cursor, as editors send them to ``/v1/completions``: ``suffix`` or
+markers in the prompt, a length that is only a budget, penalties, texts of any length.
+"""
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from vllm.utils.async_utils import make_async
+
+from dllm_engine.editors.markers import Around, read_markers
+from dllm_engine.families import every_end_token
+from dllm_engine.infill.http import Filling
+from dllm_engine.infill.lengths import DEFAULT_BUDGET, LARGEST_BUDGET
+from dllm_engine.infill.template import Template
+from dllm_engine.options import EngineOptions
+from dllm_engine.request_options.errors import InvalidRequestError
+
+IGNORED_HEADER, CUT_HEADER = "x-dllm-ignored", "x-dllm-cut"
+_PENALTIES = {
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+}
+"""Fields of penalties, and the values that ask for none."""
+_LEAST_SHARE = 4
+"""The suffix may have this part of a context that is too short for both texts."""
+
+
+class Fitted(NamedTuple):
+    """Tokens of the texts around a cursor, and whether some were left out."""
+
+    prefixes: list[list[int]]
+    suffix: list[int]
+    is_cut: bool
+
+
+def is_at_cursor(fields: dict[str, Any]) -> bool:
+    """Return True for a body that says what stands behind the text, or may do so by
+    markers.
+    """
+    prompt, suffix = fields.get("prompt"), fields.get("suffix")
+    is_marked = isinstance(prompt, str) and read_markers(prompt) is not None
+    return suffix is not None or is_marked
+
+
+async def settle_completion(
+    fields: dict[str, Any], serving: Any, asked: Any
+) -> dict[str, Any]:
+    """The fields of a body as vLLM is to read them. The hole, if it is to be filled in,
+    becomes the ``filling`` of what is ``asked``, an ``OpenRequest``.
+    """
+    around = _texts_around(fields, serving)
+    if around is None:
+        return fields
+    _check(fields, around, serving)
+    ignored = [
+        name
+        for name, unused in _PENALTIES.items()
+        if fields.get(name) not in (None, unused)
+    ]
+    if ignored:
+        asked.headers[IGNORED_HEADER] = ", ".join(ignored)
+    prefixes, suffix = around
+    budget = min(fields.get("max_tokens") or DEFAULT_BUDGET, LARGEST_BUDGET)
+    if _is_blank(suffix, serving):
+        suffix = ""
+    fit = make_async(fitted, serving.renderer._executor)  # in vLLM's threads for that
+    max_model_len = serving.model_config.max_model_len
+    room = max(max_model_len - budget, max_model_len // 2)
+    texts = await fit(prefixes, suffix, tokenizer_of(serving), room)
+    if texts.is_cut:
+        asked.headers[CUT_HEADER] = f"texts of {room} tokens around the cursor"
+    longest = max(map(len, texts.prefixes)) + len(texts.suffix)
+    budget = min(budget, max_model_len - longest)
+    left_out = {"suffix", "prompt", "max_tokens", *_PENALTIES}
+    kept = {name: value for name, value in fields.items() if name not in left_out}
+    if not texts.suffix:
+        return {**kept, "prompt": texts.prefixes, "max_tokens": budget}
+    template = Template((None, texts.suffix))
+    num_choices = fields.get("n") or 1
+    options = {"return_given": False}
+    asked.filling = Filling(template, budget, num_choices, options)
+    prompts = [each for each in texts.prefixes for _ in range(num_choices)]
+    return {**kept, "n": 1, "prompt": prompts, "max_tokens": 1}
+
+
+def _texts_around(
+    fields: dict[str, Any], serving: Any
+) -> tuple[list[str | list[int]], str] | None:
+    """The prompts, and the text behind the cursor; None where there is none."""
+    prompt, suffix = fields.get("prompt"), fields.get("suffix")
+    if suffix is None and isinstance(prompt, str):
+        read = _read_markers(prompt, serving)
+        return None if read is None else ([read.prefix], read.suffix)
+    if suffix is None:
+        return None
+    prompts: Any = [prompt] if isinstance(prompt, str) or _is_tokens(prompt) else prompt
+    if not isinstance(prompts, list) or not prompts:
+        return None
+    is_readable = all(isinstance(each, str) or _is_tokens(each) for each in prompts)
+    return (prompts, suffix) if is_readable else None
+
+
+def around_cursor(prompt: str, serving: Any) -> Around:
+    """The texts around the cursor, by the prompt's markers if it has some."""
+    return _read_markers(prompt, serving) or Around(prompt, "")
+
+
+def _read_markers(prompt: str, serving: Any) -> Around | None:
+    read = read_markers(prompt)
+    if read is None:
+        return None
+    options = EngineOptions.from_vllm_config(serving.engine_client.vllm_config)
+    return read if options.fim_markers else None
+
+
+def _is_tokens(prompt: Any) -> bool:
+    return (
+        isinstance(prompt, list)
+        and len(prompt) > 0
+        and all(type(token) is int for token in prompt)
+    )
+
+
+def _check(fields: dict[str, Any], around: Any, serving: Any) -> None:
+    """Raise ``InvalidRequestError`` for what is no completion at a cursor."""
+    _, suffix = around
+    family = serving.model_config.hf_config.family
+    xargs = fields.get("vllm_xargs")
+    length = fields.get("max_tokens")
+    if not isinstance(suffix, str):
+        raise InvalidRequestError(f"suffix is a {type(suffix).__name__}, not a text")
+    if family.attention != "full":
+        raise InvalidRequestError(
+            f"{family.name} cannot fill in before a suffix: its blocks are final before "
+            f"what stands behind them is seen; use a model that attends to the whole "
+            f"canvas, such as LLaDA or Dream"
+        )
+    if isinstance(xargs, dict) and xargs.keys() & {"template", "response_template"}:
+        raise InvalidRequestError(
+            "suffix and a template both say what is given; give one"
+        )
+    if fields.get("echo"):
+        raise InvalidRequestError(
+            "suffix is not supported with echo; leave one of them unset"
+        )
+    if isinstance(length, int) and length < 1:
+        raise InvalidRequestError(
+            f"max_tokens={length}: it must be at least 1, the most tokens of the hole"
+        )
+    if tokenizer_of(serving) is None:
+        raise InvalidRequestError(
+            "the engine has no tokenizer (skip_tokenizer_init=True); give token ids as "
+            "response_template"
+        )
+
+
+def tokenizer_of(serving: Any) -> Any:
+    """The tokenizer of a model that is served; None: it has none."""
+    return serving.renderer.tokenizer
+
+
+def _is_blank(suffix: str, serving: Any) -> bool:
+    """Return True for whitespace, or an end token's text, which some clients send where
+    the cursor is at the end of a file.
+    """
+    tokenizer = tokenizer_of(serving)
+    ends = every_end_token(serving.model_config.hf_config)
+    names = {*tokenizer.convert_ids_to_tokens(sorted(ends)), "<|endoftext|>"}
+    return not suffix.strip() or suffix.strip() in names
+
+
+def fitted(
+    prefixes: Sequence[str | list[int]], suffix: str, tokenizer: Any, room: int
+) -> Fitted:
+    """Tokens of the texts around a cursor. What exceeds ``room`` is left out at the far
+    ends, of the prefix first.
+    """
+    most = room * tokenizer.max_chars_per_token
+    behind = plain_tokens(suffix[:most], tokenizer)
+    before = [
+        plain_tokens(prefix[-most:], tokenizer) if isinstance(prefix, str) else prefix
+        for prefix in prefixes
+    ]
+    longest = max(map(len, before))
+    num_behind = min(len(behind), max(room - longest, room // _LEAST_SHARE))
+    num_before = room - num_behind
+    texts = [prefix for prefix in prefixes if isinstance(prefix, str)]
+    is_cut = (
+        len(behind) > num_behind
+        or longest > num_before
+        or any(len(text) > most for text in [suffix, *texts])
+    )
+    line_end = plain_tokens("\n", tokenizer)  # a prompt has at least one token
+    cut = [tokens[-num_before:] or line_end for tokens in before]
+    return Fitted(cut, behind[:num_behind], is_cut)
+
+
+def plain_tokens(text: str, tokenizer: Any) -> list[int]:
+    """Tokens of a text, none of which is special: an editor may be editing a file that
+    names special tokens.
+    """
+    pattern = _special_texts(tokenizer)
+    cuts = [match.start() + 1 for match in pattern.finditer(text)] if pattern else []
+    tokens: list[int] = []
+    for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        tokens += tokenizer.encode(
+            text[begin:end], add_special_tokens=False, verbose=False
+        )
+    return tokens
+
+
+@lru_cache(maxsize=4)
+def _special_texts(tokenizer: Any) -> re.Pattern[str] | None:
+    """The texts of all special tokens."""
+    added = [str(token) for token in tokenizer.added_tokens_decoder.values()]
+    names = {*tokenizer.all_special_tokens, *added}
+    texts = [name for name in names if name[:1] in "<[" and len(name) > 1]
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if texts else None

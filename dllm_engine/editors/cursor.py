@@ -1,0 +1,150 @@
+"""A completion at a cursor, as every route of editors asks for it, and its answer."""
+
+import json
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from fastapi import HTTPException
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+
+from dllm_engine.editors.completions import around_cursor
+from dllm_engine.editors.markers import file_text
+from dllm_engine.vllm_hooks.server.open_requests import open_request
+from dllm_engine.vllm_hooks.server.settling import COMPLETIONS, settled_fields
+
+
+@dataclass(frozen=True)
+class CursorRequest:
+    """What is asked for."""
+
+    prefix: str
+    suffix: str | None = ""
+    """None: the prefix may be a prompt with markers."""
+    context: Sequence[tuple[str, str]] = ()
+    """Other files, by path."""
+    budget: int | None = None
+    """Most tokens."""
+    stops: Sequence[str] = ()
+    num_choices: int = 1
+    stream: bool = False
+    model: str | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """Fields of ``/v1/completions``."""
+
+    def fields(self, serving: Any) -> dict[str, Any]:
+        """The body of ``/v1/completions`` that asks for it."""
+        prefix, suffix = self.prefix, self.suffix
+        if suffix is None:
+            prefix, suffix = around_cursor(prefix, serving)
+        files = "".join(file_text(path, text) for path, text in self.context)
+        chosen = {name: x for name, x in self.sampling.items() if x is not None}
+        return {
+            **chosen,
+            "prompt": files + prefix,
+            "suffix": suffix,
+            "max_tokens": self.budget,
+            "n": self.num_choices,
+            "model": self.model,
+        }
+
+
+class Part(NamedTuple):
+    """A part of one choice of a streamed answer."""
+
+    choice: int
+    text: str
+    finish_reason: str | None
+    created: int
+
+
+@dataclass
+class Answer:
+    """The parts of an answer as they come, and its usage once it is complete."""
+
+    id: str
+    model: str
+    events: AsyncGenerator[str, None] | None = None
+    """None: there is nothing to wait for."""
+    usage: dict[str, int] = field(default_factory=dict)
+
+    async def parts(self) -> AsyncGenerator[Part, None]:
+        """Raises ``HTTPException`` for what ends the answer with an error."""
+        if self.events is None:
+            return
+        async with aclosing(self.events) as events:
+            async for event in events:
+                data = event.removeprefix("data: ").strip()
+                if not data.startswith("{"):
+                    continue
+                chunk = json.loads(data)
+                if "error" in chunk:
+                    error = chunk["error"]
+                    raise HTTPException(int(error["code"]), error["message"])
+                self.usage = chunk.get("usage") or self.usage
+                for choice in chunk.get("choices", ()):
+                    yield Part(
+                        choice["index"],
+                        choice.get("text") or "",
+                        choice.get("finish_reason"),
+                        chunk["created"],
+                    )
+
+
+class Choice(NamedTuple):
+    """One choice of a complete answer."""
+
+    text: str
+    finish_reason: str
+
+
+async def ask(request: CursorRequest, state: Any, request_id: str) -> Answer:
+    """The answer to a request. ``state``: of vLLM's application. Raises
+    ``HTTPException`` and ``InvalidRequestError`` for what cannot be served.
+    """
+    serving, asked = state.openai_serving_completion, open_request.get()
+    assert asked is not None, "Answers is in front"
+    fields = request.fields(serving)
+    settled = await settled_fields(fields, COMPLETIONS, state, asked)
+    body = CompletionRequest.model_validate(
+        {
+            **settled,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "request_id": request_id,
+        }
+    )
+    # vLLM's class takes fewer than editors send.
+    body.stop = list(request.stops)
+    created = await serving.create_completion(body)
+    if isinstance(created, ErrorResponse):
+        raise HTTPException(created.error.code, created.error.message)
+    model = request.model or state.openai_serving_models.model_name()
+    return Answer(request_id, model, created)
+
+
+def nothing_asked(request: CursorRequest, state: Any) -> tuple[Answer, list[Choice]]:
+    """The answer to a request for no token."""
+    model = request.model or state.openai_serving_models.model_name()
+    return Answer("", model), [Choice("", "length")]
+
+
+async def whole(
+    answer: Answer, num_choices: int, limit_ms: float | None = None
+) -> list[Choice]:
+    """All choices of an answer; after ``limit_ms`` those that have a line are not
+    waited for.
+    """
+    texts, reasons = [""] * num_choices, ["stop"] * num_choices
+    begin = time.monotonic()
+    async with aclosing(answer.parts()) as parts:
+        async for part in parts:
+            texts[part.choice] += part.text
+            reasons[part.choice] = part.finish_reason or reasons[part.choice]
+            is_late = limit_ms and (time.monotonic() - begin) * 1000 > limit_ms
+            if is_late and all("\n" in text for text in texts):
+                break
+    return [Choice(*pair) for pair in zip(texts, reasons, strict=True)]
