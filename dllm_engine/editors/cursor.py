@@ -41,13 +41,15 @@ class CursorRequest:
         if suffix is None:
             prefix, suffix = around_cursor(prefix, serving)
         files = "".join(file_text(path, text) for path, text in self.context)
+        # Behind the last line, no length differs: greedy completions would be equal.
+        is_greedy = not suffix.strip() and not self.sampling.get("temperature")
         chosen = {name: x for name, x in self.sampling.items() if x is not None}
         return {
             **chosen,
             "prompt": files + prefix,
             "suffix": suffix,
             "max_tokens": self.budget,
-            "n": self.num_choices,
+            "n": 1 if is_greedy else self.num_choices,
             "model": self.model,
         }
 
@@ -132,19 +134,19 @@ def nothing_asked(request: CursorRequest, state: Any) -> tuple[Answer, list[Choi
     return Answer("", model), [Choice("", "length")]
 
 
-async def whole(
-    answer: Answer, num_choices: int, limit_ms: float | None = None
-) -> list[Choice]:
+async def whole(answer: Answer, limit_ms: float | None = None) -> list[Choice]:
     """All choices of an answer; after ``limit_ms`` those that have a line are not
     waited for.
     """
-    texts, reasons = [""] * num_choices, ["stop"] * num_choices
+    choices = {0: Choice("", "stop")}
     begin = time.monotonic()
     async with aclosing(answer.parts()) as parts:
         async for part in parts:
-            texts[part.choice] += part.text
-            reasons[part.choice] = part.finish_reason or reasons[part.choice]
+            before = choices.get(part.choice, Choice("", "stop"))
+            choices[part.choice] = Choice(
+                before.text + part.text, part.finish_reason or before.finish_reason
+            )
             is_late = limit_ms and (time.monotonic() - begin) * 1000 > limit_ms
-            if is_late and all("\n" in text for text in texts):
+            if is_late and all("\n" in choice.text for choice in choices.values()):
                 break
-    return [Choice(*pair) for pair in zip(texts, reasons, strict=True)]
+    return [choice for _, choice in sorted(choices.items())]

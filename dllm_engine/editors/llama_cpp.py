@@ -84,16 +84,17 @@ class LlamaForm:
 
     media_type = "text/event-stream"
 
-    def __init__(self, fields: list[str] | None) -> None:
-        """``fields``: those that the client wants; None: all."""
-        self._wanted = fields
+    def __init__(self, body: LlamaBody | None) -> None:
+        """``body``: of the request; None where it cannot be read."""
+        self._wanted = None if body is None else body.response_fields
+        self._is_list = body is not None and (body.n_cmpl or 1) > 1
 
     def whole(self, answer: Answer, choices: list[Choice], created: int) -> Any:
         bodies = [
             self._final(answer, index, choice.text, choice.finish_reason)
             for index, choice in enumerate(choices)
         ]
-        return bodies[0] if len(bodies) == 1 else bodies
+        return bodies if self._is_list else bodies[0]
 
     def _final(
         self, answer: Answer, index: int, text: str, reason: str

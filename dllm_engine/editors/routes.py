@@ -51,14 +51,10 @@ class Route(NamedTuple):
     """The form of the answer to a body; None: to one that cannot be read."""
 
 
-def _llama_form(body: Any) -> Form:
-    return llama_cpp.LlamaForm(getattr(body, "response_fields", None))
-
-
 ROUTES: dict[str, Route] = {
     "/v1/fim/completions": Route(FimBody, lambda body: FimForm()),
-    "/infill": Route(llama_cpp.InfillBody, _llama_form),
-    "/completion": Route(llama_cpp.CompletionBody, _llama_form),
+    "/infill": Route(llama_cpp.InfillBody, llama_cpp.LlamaForm),
+    "/completion": Route(llama_cpp.CompletionBody, llama_cpp.LlamaForm),
     "/api/generate": Route(ollama.GenerateBody, lambda body: ollama.OllamaForm()),
 }
 """Routes that are asked for completions."""
@@ -172,7 +168,7 @@ async def _answered(
     if request.stream:
         return StreamingResponse(_events(answer, form), media_type=form.media_type)
     limit = getattr(body, "t_max_predict_ms", None)
-    choices = await whole(answer, request.num_choices, limit)
+    choices = await whole(answer, limit)
     return JSONResponse(form.whole(answer, choices, int(time.time())))
 
 

@@ -65,6 +65,8 @@ def test_llama_vim_and_vscode(client, demo):
     several = client.post("/infill", json=INFILL | {"n_cmpl": 3}).json()
     assert len({each["content"] for each in several}) == 3
     assert several[0]["content"] == WANTED
+    at_end = INFILL | {"input_suffix": "\n", "n_cmpl": 3}
+    assert len(client.post("/infill", json=at_end).json()) == 1
     kept = client.post("/infill", json=INFILL | {"response_fields": ["content", ""]})
     assert kept.json() == {"content": WANTED}
     warm = client.post("/infill", json=INFILL | {"n_predict": 0})

@@ -51,7 +51,7 @@ async def settled_fields(
     if route not in _SERVING:
         return fields
     check_place(fields.keys() - _request_class(route).model_fields.keys())
-    _check_num_responses(fields, state)
+    _check_num_responses(fields)
     for name in ("stream", "tools"):
         # vLLM would return the last part only.
         if route == BATCH and fields.get(name):
@@ -64,6 +64,7 @@ async def settled_fields(
     if route == COMPLETIONS and is_at_cursor(fields):
         serving = getattr(state, _SERVING[route])
         fields = await settle_completion(fields, serving, asked)
+    _check_draws(fields, state)
     if _names_more(fields):
         serving = getattr(state, _SERVING[route])
         fields = await _settled(fields, route, serving, asked)
@@ -148,9 +149,9 @@ async def settle(request: Any, serving: Any, asked: OpenRequest) -> None:
         }
 
 
-def _check_num_responses(fields: dict[str, Any], state: Any) -> None:
+def _check_num_responses(fields: dict[str, Any]) -> None:
     """vLLM limits prompts and ``n``, but not their product; and it makes all of these
-    requests at once. It refuses several greedy ones without saying what to do about it.
+    requests at once.
     """
     prompts = fields.get("prompt") or fields.get("messages")
     num_responses = 1
@@ -164,7 +165,11 @@ def _check_num_responses(fields: dict[str, Any], state: Any) -> None:
             f"request may have; send several requests, or start the server with a "
             f"higher VLLM_MAX_COMPLETION_PROMPTS"
         )
-    if isinstance(n, int) and n > 1:
+
+
+def _check_draws(fields: dict[str, Any], state: Any) -> None:
+    """vLLM refuses several greedy responses without saying what to do about it."""
+    if isinstance(n := fields.get("n"), int) and n > 1:
         defaults = state.vllm_config.model_config.override_generation_config
         temperature = fields.get("temperature")
         check_num_responses(
