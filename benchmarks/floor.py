@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from timing import seconds_of
 
-from dllm_engine.cache_methods.es_dllm.method import EarlySkipStep, RetainedCopy
 from dllm_engine.decoding.step_plan import StepPlan
 from dllm_engine.model_executor.models.decoder import DecoderLayer, DiffusionDecoder
 from dllm_engine.model_executor.models.mlp import GatedMLP
@@ -69,9 +68,8 @@ def attended_keys(
     if block_length is not None:
         num_blocks = -(-rows // block_length)
         return plan.read + (num_blocks + 1) * block_length // 2
-    if isinstance(plan.own, EarlySkipStep) and plan.own.copying is RetainedCopy.READ:
-        return plan.read
-    if plan.read + plan.max_rows > canvas_length:
+    keeps_all = plan.retained >= canvas_length
+    if keeps_all or plan.read + plan.max_rows > canvas_length:
         # The rows' own keys are among those in pages.
         return min(plan.read, plan.retained)
     return min(plan.read + rows, canvas_length)

@@ -264,7 +264,9 @@ def request_demand(
     num_pages = pages_of_pool(room - for_pass, page_bytes)
     page_demand = PageDemand(method, geometry)
     pages = page_demand.most(spec)
-    longest = page_demand.longest(options.cache, d.max_model_len)
+    longest = page_demand.longest(
+        options.cache, config.family.longest_canvas(d.max_model_len)
+    )
     requests, limit = d.max_num_seqs, "max_num_seqs"
     if longest > num_pages:
         requests = 0

@@ -30,8 +30,8 @@ class BatchTables:
     batch.
     """
 
-    def __init__(self, batch: StepBatch, kind: PageKind | Sequence[PageKind]) -> None:
-        kinds = [kind] * len(batch.canvases) if isinstance(kind, PageKind) else kind
+    def __init__(self, batch: StepBatch, kind: str | Sequence[str]) -> None:
+        kinds = [kind] * len(batch.canvases) if isinstance(kind, str) else kind
         none = torch.empty(0, 0, dtype=torch.int32, device=batch.device)
         tables = [
             canvas.page_tables.get(kind, none)
@@ -157,7 +157,7 @@ class TokenTables(BatchTables, KVTables):
         self,
         batch: StepBatch,
         pages: PageView,
-        kind: PageKind | Sequence[PageKind] = PageKind.KV,
+        kind: str | Sequence[str] = PageKind.KV,
         head_len: list[int] | None = None,
     ) -> None:
         """``head_len``: tokens in pages that each request attends to; None: as many as

@@ -8,7 +8,6 @@ import torch
 from dllm_engine.constraints.constraint import constraint_of
 from dllm_engine.decoding.canvas_layout import Span
 from dllm_engine.decoding.messages import NewRequest
-from dllm_engine.decoding.page_layout import PageKind
 from dllm_engine.decoding.unmasking_policies import SeenOfBlock
 from dllm_engine.kernels.sampling import signed_seed
 from dllm_engine.model_executor.constraints.accepted_texts import accepted_texts
@@ -78,8 +77,8 @@ class Canvas:
         """
         self.last_unmasked: list[int] = []
         """Positions that the last step filled, ascending."""
-        self.page_tables: dict[PageKind, torch.Tensor] = {}
-        """Page ids per kind, ``[num_layers, most pages of a layer]`` int32; a layer
+        self.page_tables: dict[str, torch.Tensor] = {}
+        """Page ids per ``PageKind``, ``[num_layers, most pages of a layer]`` int32; a layer
         with fewer is padded.
         """
         self.guide_text: list[int] = []

@@ -187,7 +187,9 @@ class DiffusionModelRunner:
         if not self.options.uses_pages:
             return {}
         geometry = self.geometry
-        longest = self.model_config.max_model_len
+        longest = self.model_config.hf_config.family.longest_canvas(
+            self.model_config.max_model_len
+        )
         demand = PageDemand(self.options.method, geometry)
         spec = PagePoolSpec(
             block_size=geometry.page_size,

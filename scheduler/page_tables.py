@@ -174,7 +174,7 @@ class PageTables:
 
     def _resize(
         self, state: RequestState, counts: PageCounts
-    ) -> dict[PageKind, list[list[int]]]:
+    ) -> dict[str, list[list[int]]]:
         state.page_counts = counts
         sizes = [size for per_layer in counts.values() for size in per_layer]
         tables = iter(self.pages.resize(state.request_id, sizes))

@@ -50,8 +50,8 @@ class PageDemand:
         following = min(running.stop, spec.layout.num_blocks - 1)
         return self.num_held(spec, Blocks(following, following + 1))
 
-    def longest(self, options: CacheOptions, max_model_len: int) -> int:
-        """The most pages that any request of ``max_model_len`` can need.
+    def longest(self, options: CacheOptions, canvas_length: int) -> int:
+        """The most pages that any request of at most ``canvas_length`` can need.
 
         Demand grows with the canvas, and evenly from prompt to response and with the
         window, so the extremes bound it. Raises ``ValueError`` if the pages, or a
@@ -67,7 +67,7 @@ class PageDemand:
 
         def demand(gen_length: int, block_length: int) -> int:
             layout = CanvasLayout(
-                prompt_length=max_model_len - gen_length,
+                prompt_length=canvas_length - gen_length,
                 gen_length=gen_length,
                 block_length=block_length,
                 shifts_logits=True,
@@ -80,5 +80,5 @@ class PageDemand:
             )
             return self.most(spec)
 
-        longest = max(max_model_len - 1, 1)
+        longest = max(canvas_length - 1, 1)
         return max(demand(1, 1), demand(longest, 1), demand(longest, longest))

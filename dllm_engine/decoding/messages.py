@@ -9,7 +9,6 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
-from dllm_engine.decoding.page_layout import PageKind
 from dllm_engine.decoding.progress import Progress
 from dllm_engine.decoding.spec import DecodingSpec
 from dllm_engine.decoding.step_plan import RefreshState, StepPlan
@@ -45,9 +44,7 @@ class DiffusionSchedulerOutput(SchedulerOutput):
 
     new_requests: dict[str, NewRequest] = field(default_factory=dict)
     plans: dict[str, StepPlan] = field(default_factory=dict)
-    page_tables: dict[str, dict[PageKind, list[list[int]]]] = field(
-        default_factory=dict
-    )
+    page_tables: dict[str, dict[str, list[list[int]]]] = field(default_factory=dict)
     """Page ids per kind and layer of the requests whose tables changed."""
     num_steps: int = 1
     """The most steps to run before reporting: fewer if one has tokens to send, or lets

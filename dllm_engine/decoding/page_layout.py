@@ -4,29 +4,25 @@ of one layer's keys and values, on one rank; its content depends on the kind of 
 
 import math
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 
-class PageKind(Enum):
-    """Content of the pages of a table."""
+class PageKind:
+    """Names of what the pages of a table hold. A cache method may have others of its
+    own."""
 
     KV = "kv"
     """Keys and values, of this rank's KV heads."""
     FEATURES = "features"
     """Rows of ``hidden_size`` activations."""
-    RETAINED = "retained"
-    """Keys and values again, of the tokens that eviction retained, where the whole
-    canvas is kept as well.
-    """
     GUIDE = "guide"
     """Keys and values of the guide model, of its KV heads of this rank."""
 
 
-PageCounts = dict[PageKind, list[int]]
-"""Pages per table: for each kind, one number per layer, or one for a table that all
+PageCounts = dict[str, list[int]]
+"""Pages per table: for each ``PageKind``, one number per layer, or one for a table that all
 layers share.
 """
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dllm_engine.cache_methods.base import UniformSampler
 from dllm_engine.families import ModelFamily
 from dllm_engine.options import EngineOptions
 
@@ -20,6 +21,8 @@ class RequestContext:
     """The model's config, with its tokens."""
     family: ModelFamily
     engine: EngineOptions
+    sampler: UniformSampler | None = None
+    """The cache method's, where it has one for this request."""
 
 
 def refused(reason: str) -> ValueError:

@@ -68,7 +68,8 @@ def options_with_defaults(
     with what the request itself names: its policy, or else the policies that suit its
     other options.
     """
-    options = parse_request_options(with_defaults(own.given, defaults))
+    named = own.given
+    options = parse_request_options(with_defaults(named, defaults))
     policies = [
         policy
         for policy in UNMASKING_POLICIES.values()
@@ -97,5 +98,5 @@ def options_with_defaults(
     if options.unmasking not in [policy.name for policy in policies]:
         left_out.append("unmasking")
     return options.model_copy(
-        update=dict.fromkeys(name for name in left_out if name not in own.given)
+        update=dict.fromkeys(name for name in left_out if name not in named)
     )

@@ -82,9 +82,12 @@ class OptionGroup(BaseModel):
     @property
     def given(self) -> dict[str, Any]:
         """The options that are set."""
-        named = self.model_fields_set
-        values = {name: getattr(self, name) for name in self.facts() if name in named}
-        return {name: value for name, value in values.items() if value is not None}
+        values, named = vars(self), self.model_fields_set
+        return {
+            name: values[name]
+            for name in self.facts()
+            if name in named and values[name] is not None
+        }
 
     @property
     def asked(self) -> dict[str, Any]:

@@ -44,11 +44,12 @@ HOW_OPTIONS = tuple(name for name in GuideOptions.model_fields if name != "guide
 
 def check_guide(options: GuideOptions, engine: EngineOptions) -> None:
     """Refuse options about a guide that the engine does not have."""
-    for name in GuideOptions.model_fields:
-        if engine.guide_model is None and name in options.asked:
+    if engine.guide_model is not None:
+        return
+    for name, value in options.asked.items():
+        if name in GuideOptions.model_fields:
             raise refused(
-                f"{name}={options.asked[name]}: the engine has no guide; start it with "
-                f"guide_model"
+                f"{name}={value}: the engine has no guide; start it with guide_model"
             )
 
 

@@ -9,7 +9,7 @@ from vllm.sampling_params import SamplingParams
 
 from dllm_engine.cache_methods.page_demand import PageDemand
 from dllm_engine.decoding.page_layout import PoolGeometry
-from dllm_engine.decoding.spec import DecodingSpec, TextPattern
+from dllm_engine.decoding.spec import DecodingSpec, Guidance, TextPattern
 from dllm_engine.options import EngineOptions
 from dllm_engine.request_options.cache import resolve_cache
 from dllm_engine.request_options.context import RequestContext
@@ -19,6 +19,7 @@ from dllm_engine.request_options.ends import resolve_ends
 from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.request_options.fields import (
     FACTS,
+    RequestOptions,
     check_attention,
     check_exclusions,
 )
@@ -51,42 +52,26 @@ def resolve_decoding(
             f"gen_length={params.max_tokens} (max_tokens) is out of range: it must be "
             f"at least 1"
         )
-    family, own = hf_config.family, request_options(params)
-    request = RequestContext(params, prompt_length, hf_config, family, engine)
-    options, guidance, decision, decided = own, None, None, None
+    own = request_options(params)
+    request = RequestContext(params, prompt_length, hf_config, hf_config.family, engine)
+    decision = decided = None
     if (packed := bytes_in(params, DECISION)) is not None:
         # Defaults, and a guide, are for generation alone.
+        options, guidance = own, None
         decision, decided = resolve_decision(request, own, packed)
     else:
-        check_no_decision(own)
-        options = options_with_defaults(own, engine.request_defaults)
-        guidance = resolve_guidance(request, own, options)
-    if guidance is not None:
-        check_guided(request, own, guidance)
-        options = options.model_copy(
-            update=dict.fromkeys(
-                name for name, facts in FACTS.items() if facts.decided_by_guide
-            )
-        )
+        options, guidance = _generation(request, own)
     check_exclusions(options)
     layout = resolve_layout(request, own, options, decided)
-    sampler = engine.method.sampler
-    if sampler is not None and sampler.only_with_delay_eos and not options.delay_eos:
-        sampler = None
-    if sampler is not None:
-        family = replace(family, schedule="uniform", default_unmasking="low_confidence")
-        request = replace(request, family=family)
-    exceeds = sampler is not None and sampler.exceeds_threshold
-    unmasking = resolve_unmasking(own, options, family, exceeds_threshold=exceeds)
-    check_attention(options, family)
+    request = _with_sampler(request, options)
+    unmasking = resolve_unmasking(request, own, options)
+    check_attention(options, request.family)
     check_suffix(options, engine)
     spec = DecodingSpec(
         layout,
         schedule=resolve_schedule(request, own, options, layout, unmasking),
         unmasking=unmasking,
-        sampling=resolve_sampling(
-            request, options, layout, plain_if_greedy=sampler is not None
-        ),
+        sampling=resolve_sampling(request, options, layout),
         ends=resolve_ends(request, own, options, layout),
         text=TextPattern(
             constraint=bytes_in(params, CONSTRAINT),
@@ -102,6 +87,31 @@ def resolve_decoding(
     if engine.method.keeps(spec) and (reason := engine.cache.refusal(spec)):
         raise InvalidRequestError(reason)
     return spec
+
+
+def _generation(
+    request: RequestContext, own: RequestOptions
+) -> tuple[RequestOptions, Guidance | None]:
+    """The options with an engine's defaults, and how a guide decides."""
+    check_no_decision(own)
+    options = options_with_defaults(own, request.engine.request_defaults)
+    guidance = resolve_guidance(request, own, options)
+    if guidance is None:
+        return options, None
+    check_guided(request, own, guidance)
+    decided = [name for name, facts in FACTS.items() if facts.decided_by_guide]
+    return options.model_copy(update=dict.fromkeys(decided)), guidance
+
+
+def _with_sampler(request: RequestContext, options: RequestOptions) -> RequestContext:
+    """The request as the cache method samples it."""
+    sampler = request.engine.method.sampler
+    if sampler is None or (sampler.only_with_delay_eos and not options.delay_eos):
+        return request
+    family = replace(
+        request.family, schedule="uniform", default_unmasking="low_confidence"
+    )
+    return replace(request, family=family, sampler=sampler)
 
 
 def check_room(

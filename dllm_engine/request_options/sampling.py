@@ -39,14 +39,11 @@ def resolve_sampling(
     request: RequestContext,
     options: SamplingOptions,
     layout: CanvasLayout,
-    *,
-    plain_if_greedy: bool,
 ) -> Sampling:
-    """``plain_if_greedy``: greedy requests go by the plain probability."""
     params = request.params
     top_p = params.top_p if options.top_p is None else options.top_p
     top_k = max(params.top_k if options.top_k is None else options.top_k, 0)
-    if plain_if_greedy and params.temperature == 0:
+    if request.sampler is not None and params.temperature == 0:
         top_p, top_k = 1.0, 0
     added = {
         token: number for token, number in (params.logit_bias or {}).items() if number

@@ -20,7 +20,7 @@ from dllm_engine.decoding.unmasking_policies import (
 )
 from dllm_engine.families import ModelFamily
 from dllm_engine.options import EngineOptions
-from dllm_engine.request_options.context import refused
+from dllm_engine.request_options.context import RequestContext, refused
 from dllm_engine.request_options.facts import (
     AttentionNeed,
     Exclusion,
@@ -160,15 +160,13 @@ class UnmaskingOptions(_RuleFields):
 
 
 def resolve_unmasking(
-    own: UnmaskingOptions,
-    options: UnmaskingOptions,
-    family: ModelFamily,
-    *,
-    exceeds_threshold: bool,
+    request: RequestContext, own: UnmaskingOptions, options: UnmaskingOptions
 ) -> Unmasking:
-    """``exceeds_threshold``: a ``threshold`` must be exceeded in every family."""
+    family, sampler = request.family, request.sampler
     policy, parallel = policy_and_rule(
-        options, family, exceeds_threshold=exceeds_threshold
+        options,
+        family,
+        exceeds_threshold=sampler is not None and sampler.exceeds_threshold,
     )
     edits = options.edit_threshold is not None
     if not edits and own.max_post_steps is not None:
@@ -194,7 +192,8 @@ def policy_and_rule(
     options: UnmaskingOptions, family: ModelFamily, *, exceeds_threshold: bool = False
 ) -> tuple[UnmaskingPolicy, ParallelRule | None]:
     """The request's unmasking policy and, with parallel unmasking, the rule that goes
-    with it; refuses what does not.
+    with it; refuses what does not. ``exceeds_threshold``: a ``threshold`` must be
+    exceeded in every family.
     """
     if options.unmasking is not None and options.unmasking not in UNMASKING_POLICIES:
         raise refused(

@@ -319,7 +319,9 @@ def _settle_engine_options(vllm_config: VllmConfig) -> EngineOptions:
     for name, rule in PARALLEL_RULES.items():
         PARALLEL_RULES.function(name, rule.selects)
     page_demand = PageDemand(options.method, geometry)
-    page_demand.longest(options.cache, model_config.max_model_len)
+    page_demand.longest(
+        options.cache, family.longest_canvas(model_config.max_model_len)
+    )
     options = options.on_device(
         current_platform.device_type, model_config.enforce_eager
     )

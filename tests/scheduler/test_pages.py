@@ -3,6 +3,7 @@ reserve.
 """
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from dllm_engine.cache_methods.page_demand import PageDemand
 from dllm_engine.decoding.canvas_layout import Blocks, CanvasLayout
 from dllm_engine.decoding.page_layout import PoolGeometry
+from dllm_engine.families import SDAR
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.page_pool import PagePool, prefix_keys
 from tests.support.plans import FULL_METHODS, draw_cache_options, spec_of
@@ -102,6 +104,40 @@ def test_a_page_that_holds_no_row_of_features_is_refused_with_the_smallest_that_
             PageDemand(engine.method, small).longest(engine.cache, 64)
 
 
+@pytest.mark.parametrize(
+    ("method", "cache_options"),
+    [("block", {"sub_block_cache": True}), ("focus", {}), ("block", {})],
+)
+def test_the_last_block_is_kept_whole_beyond_the_longest_request(method, cache_options):
+    engine = EngineOptions(
+        cache_method=method, cache_options=cache_options, page_size=4
+    )
+    geometry = PoolGeometry(
+        page_size=4,
+        num_layers=2,
+        num_kv_heads=1,
+        head_dim=8,
+        hidden_size=8,
+        total_kv_heads=1,
+    )
+    pages = PageDemand(engine.method, geometry)
+    longest = pages.longest(
+        engine.cache, replace(SDAR, default_block_length=32).longest_canvas(33)
+    )
+    request = spec_of(
+        cache=engine.cache,
+        prompt_length=16,
+        gen_length=17,
+        block_length=32,
+        attention="block_causal",
+        attention_block=32,
+    )
+    assert request.layout.canvas_length == 64
+    assert pages.most(request) <= longest
+    keeps_last = engine.cache.keeps_running_block
+    assert pages.most(request) == geometry.num_layers * (64 if keeps_last else 32) // 4
+
+
 @pytest.mark.parametrize("method", FULL_METHODS)
 def test_no_request_needs_more_pages_than_the_longest_or_holds_more_than_it_needs(
     method,
@@ -125,8 +161,8 @@ def test_no_request_needs_more_pages_than_the_longest_or_holds_more_than_it_need
         geometry = PoolGeometry(
             **sizes, num_kv_heads=max(1, heads // ranks), total_kv_heads=heads
         )
-        max_model_len = draw.randint(2, 60)
-        canvas = draw.choice([max_model_len, draw.randint(2, max_model_len)])
+        longest = draw.randint(2, 60)
+        canvas = draw.choice([longest, draw.randint(2, longest)])
         # Where little is left of a short prompt, rounding matters most.
         prompt_length = draw.randint(1, draw.choice([min(5, canvas - 1), canvas - 1]))
         request = spec_of(
@@ -141,7 +177,7 @@ def test_no_request_needs_more_pages_than_the_longest_or_holds_more_than_it_need
         )
         pages = PageDemand(engine.method, geometry)
         demand = pages.most(request)
-        assert demand <= pages.longest(engine.cache, max_model_len), seed
+        assert demand <= pages.longest(engine.cache, longest), seed
         first = draw.randrange(request.layout.num_blocks)
         most = (
             first + 1

@@ -23,6 +23,7 @@ from vllm.distributed import (
 )
 
 from dllm_engine.cache_methods.es_dllm.method import (
+    COPY_PAGES,
     EarlySkipStep,
     ESDLLMOptions,
     RetainedCopy,
@@ -123,13 +124,11 @@ class EarlySkipPass(LayerPass):
             for i, step in enumerate(self.steps)
             if step.copying is RetainedCopy.WRITE
         }
-        kinds = [PageKind.RETAINED if reads else PageKind.KV for reads in self.reading]
+        kinds = [COPY_PAGES if reads else PageKind.KV for reads in self.reading]
         self.attended = (
             TokenTables(batch, pages, kinds) if any(self.reading) else self.tables
         )
-        self.copies = (
-            BatchTables(batch, PageKind.RETAINED) if self.copied else self.tables
-        )
+        self.copies = BatchTables(batch, COPY_PAGES) if self.copied else self.tables
         self.copy_tokens = self._copy_tokens()
 
         self.skips = [step.skips for step in self.steps]

@@ -107,6 +107,10 @@ class ESDLLMOptions(CacheOptions):
         }
 
 
+COPY_PAGES = "retained copy"
+"""Kind of pages: keys and values again, of the copy below."""
+
+
 class RetainedCopy(Enum):
     """Use of a copy of retained tokens, kept beside the whole canvas if positions are
     evicted.
@@ -227,7 +231,7 @@ def hold_canvas_and_copy(
         ]
     if options.evicts:
         copied = copied_tokens(spec, running) + spec.layout.span_of(running).size
-        counts[PageKind.RETAINED] = [geometry.kv_pages(copied)] * geometry.num_layers
+        counts[COPY_PAGES] = [geometry.kv_pages(copied)] * geometry.num_layers
     return counts
 
 
