@@ -42,6 +42,7 @@ from dllm_engine.plugin import register_or_raise
 from dllm_engine.quiet import progress_line, quiet_arguments
 from dllm_engine.text import did_you_mean, explain, with_meanings
 from dllm_engine.vllm_hooks import patch, table
+from dllm_engine.vllm_hooks.release import check_device
 
 patch.apply(table.SAMPLING)
 
@@ -102,6 +103,7 @@ class LLM(vllm.LLM):
         EngineOptions.parse(options)
         # vLLM loads plugins later, but the check below needs the model's config class.
         register_or_raise()
+        check_device()
         check_start(model, kwargs)
         additional = kwargs.pop("additional_config", None) or {}
         if OPTIONS_KEY in additional:

@@ -29,6 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"dllm: error: {error}", file=sys.stderr)
         return 2
+    if not argv:
+        parser.print_help()
+        return 0
     args, unknown = parser.parse_known_args(argv)
     args.argv, args.unknown = argv, unknown
     try:

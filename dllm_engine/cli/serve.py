@@ -32,7 +32,7 @@ from dllm_engine.vllm_hooks import patch
 from dllm_engine.vllm_hooks.cpu_distribution import (
     register as register_cpu_distribution,
 )
-from dllm_engine.vllm_hooks.release import check_release
+from dllm_engine.vllm_hooks.release import check_device, check_release
 from dllm_engine.vllm_hooks.server import start as server_start
 
 ADDITIONAL_CONFIG = "--additional-config"
@@ -78,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("VLLM_MAX_STOP_STRINGS", "64")
     arguments = vllm_arguments(args)
     check_release()
+    check_device()
     check_start(args.model, stated_arguments(args.unknown))
     from vllm.entrypoints.cli.main import main as vllm_main
 

@@ -35,6 +35,19 @@ def check_release() -> None:
         )
 
 
+def check_device() -> None:
+    """Raise ``ValueError`` if vLLM has found no device to run on."""
+    import vllm
+    from vllm.platforms import current_platform
+
+    if current_platform.is_unspecified():
+        raise ValueError(
+            f"vLLM {vllm.__version__} found no GPU, and this build needs one; install "
+            f"its driver, or, to run on the CPU, 'dllm-engine[cpu]' in an environment "
+            f"of its own"
+        )
+
+
 def is_installed(release: str) -> bool:
     """Return True if vLLM is there in this release, such as ``0.32``."""
     try:

@@ -22,7 +22,8 @@ from dllm_engine.families import (
     ExpertShape,
     ModelFamily,
 )
-from dllm_engine.model_executor.loading.files import mask_token_id
+from dllm_engine.model_executor.loading.files import mask_token_id, read_object
+from dllm_engine.model_executor.loading.hub import downloaded_config
 from dllm_engine.model_executor.models.config_keys import (
     QUERY_SCALE,
     SCHEMAS,
@@ -30,7 +31,7 @@ from dllm_engine.model_executor.models.config_keys import (
 )
 from dllm_engine.model_name import has_word, own_name
 from dllm_engine.options import OPTIONS_KEY
-from dllm_engine.text import cut, did_you_mean, one_line, shortened
+from dllm_engine.text import cut, did_you_mean, shortened
 
 _KEPT_KEYS = ("name_or_path", "_name_or_path", OPTIONS_KEY)
 """Keys beside a schema's that a config keeps."""
@@ -308,18 +309,16 @@ def stated_config(model: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The content of config.json, from a folder or from Hugging Face, downloaded as
     vLLM would.
     """
-    if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
+    path = Path(model) / "config.json"
+    if not Path(model).is_dir():
+        path = downloaded_config(
+            model, arguments.get("revision"), arguments.get("hf_token")
+        )
+    elif not path.is_file():
         raise ValueError(
             f"{model} holds no config.json; name the folder of a checkpoint"
         )
-    try:
-        return PretrainedConfig.get_config_dict(
-            model, revision=arguments.get("revision"), token=arguments.get("hf_token")
-        )[0]
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"config.json of model {model!r} cannot be read: {one_line(error)}"
-        ) from None
+    return read_object(path)
 
 
 def parse_config(values: Mapping[str, Any], model: str) -> Config:

@@ -176,6 +176,13 @@ def test_a_missing_vllm_is_named(monkeypatch, capsys):
     assert "vLLM is not installed" in capsys.readouterr().err
 
 
+def test_the_command_alone_prints_its_help(capsys):
+    assert main([]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("usage: dllm ")
+    assert printed.err == ""
+
+
 def test_the_command_line_loads_neither_vllm_nor_torch():
     check = (
         "import sys; from dllm_engine.cli.commands import build_parser; build_parser();"

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import vllm
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms.interface import UnspecifiedPlatform
 
 from dllm_engine import DiffusionParams, quiet
+from dllm_engine.cli.main import main
 from dllm_engine.demo import DEMO_GUIDE_DIR
 from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.scheduler import diffusion_scheduler
@@ -64,6 +66,16 @@ LLAMA = str(DEMO_GUIDE_DIR)
 def test_an_argument_that_means_nothing_is_refused(tiny_llada, settings, message):
     settings = {"model": tiny_llada} | settings
     refuse_start(settings.pop("model"), message, **settings)
+
+
+@pytest.mark.parametrize("start", [start_engine, lambda name: main(["serve", name])])
+def test_a_machine_without_the_device_of_its_vllm_is_told(monkeypatch, capsys, start):
+    monkeypatch.setattr("vllm.platforms._current_platform", UnspecifiedPlatform())
+    try:
+        start("demo")
+    except ValueError as error:
+        print(error, file=sys.stderr)
+    assert "found no GPU, and this build needs one" in capsys.readouterr().err
 
 
 UNSUPPORTED = r"of architecture LlamaForCausalLM: .*supported: LLaDAModelLM \(LLaDA\), .*DreamModel \(Dream\)"

@@ -20,6 +20,7 @@ from dllm_engine.memory import (
     plan,
     weight_bytes,
 )
+from dllm_engine.model_executor.loading import hub
 from dllm_engine.model_executor.token_prediction import TokenPredictor
 from dllm_engine.options import EngineOptions
 from tests.support import tiny_checkpoints
@@ -315,11 +316,15 @@ def test_what_does_not_fit_names_the_setting(tiny_llada, settings, problem):
         plan(deployment(tiny_llada, **settings))
 
 
-def test_a_model_that_is_nowhere_is_named(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+def test_a_model_that_is_nowhere_is_named_at_once(monkeypatch):
+    def unreachable(*args, **kwargs):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(hub, "get_hf_file_metadata", unreachable)
+    monkeypatch.setattr(hub, "hf_hub_download", lambda *_, **__: pytest.fail("asked"))
     for name in ("some/model", "no name: "):
         with pytest.raises(
-            ValueError, match=r"config\.json of model .* cannot be read"
+            ValueError, match=r"config\.json of model .* cannot be read: .*connection"
         ):
             load_config(name)
 
