@@ -10,7 +10,6 @@ from typing import Any
 
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
-from vllm.utils.async_utils import make_async
 
 from dllm_engine.forward_passes import passes_of
 from dllm_engine.infill.lengths import (
@@ -28,6 +27,7 @@ from dllm_engine.infill.template import (
 from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.request_options.fields import RequestOptions
 from dllm_engine.request_options.sampling_params import parse_request_options
+from dllm_engine.structured_output.requests import reading
 
 _LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 """Names of the length in the request classes; the first that is set counts."""
@@ -132,11 +132,10 @@ async def settle_template(request: Any, serving: Any, asked: Any) -> None:
                 f"holes' numbers of tokens"
             )
         check_length("template", pieces, max_model_len)
-        tokenize = make_async(
-            tokenized, serving.renderer._executor
-        )  # in vLLM's own threads for that
         read = [None if piece == OPEN else piece for piece in pieces]
-        template = await tokenize(read, serving.renderer.tokenizer, max_model_len)
+        template = await reading(
+            tokenized, read, serving.renderer.tokenizer, max_model_len
+        )
         request.vllm_xargs = xargs
         if template.open_holes:
             options = {

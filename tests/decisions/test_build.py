@@ -4,7 +4,6 @@ others meanwhile.
 
 import json
 import re
-import threading
 
 import pytest
 from tokenizers import Tokenizer
@@ -12,7 +11,6 @@ from tokenizers import Tokenizer
 from dllm_engine.decisions import build
 from dllm_engine.decisions.build import DecisionInput, build_decision
 from dllm_engine.decisions.requests import schema_of
-from dllm_engine.structured_output import automata
 from dllm_engine.structured_output.build import build as build_automaton
 from dllm_engine.structured_output.compiler import Vocabulary
 from dllm_engine.structured_output.requests import serialized_tokenizer
@@ -148,18 +146,6 @@ def test_others_are_served_while_a_decision_is_built(client, monkeypatch):
     """One that ``response_format`` and ``logprobs`` ask for, by the way that
     ``/v1/decisions`` takes.
     """
-    building, answered, build_apart = (
-        threading.Event(),
-        threading.Event(),
-        automata._build_apart,
-    )
-
-    def build_when_another_is_answered(*args):
-        building.set()
-        assert answered.wait(60), "the server serves nobody meanwhile"
-        return build_apart(*args)
-
-    monkeypatch.setattr(automata, "_build_apart", build_when_another_is_answered)
     schema = schema_of({"Ida": ["07", "48", "99"]})
     wanted = {
         "type": "json_schema",
@@ -167,7 +153,11 @@ def test_others_are_served_while_a_decision_is_built(client, monkeypatch):
     }
     slow = {"prompt": PROMPT, "logprobs": 1, "response_format": wanted}
     decided, plain = answered_meanwhile(
-        client, slow, {"prompt": PROMPT, "max_tokens": 16}, building, answered
+        client,
+        slow,
+        {"prompt": PROMPT, "max_tokens": 16},
+        "dllm_engine.structured_output.automata._build_apart",
+        monkeypatch,
     )
     assert plain.json()["choices"][0]["text"] == " Ida=07, Tom=48"
     assert decided.json()["choices"][0]["diffusion"]["decision"]["Ida"]["value"] in (

@@ -1,14 +1,12 @@
 """Templates, and filling in with the demo model, in Python and over HTTP."""
 
 import re
-import threading
 from typing import Any
 
 import pytest
 from vllm import SamplingParams
 
 from dllm_engine import DiffusionParams
-from dllm_engine.infill import http
 from dllm_engine.infill.template import (
     filled_in,
     parse_template,
@@ -305,17 +303,11 @@ def test_bad_requests_are_answered_with_400(complete, demo, fields, message):
 
 
 def test_others_are_served_while_a_template_is_tokenized(client, monkeypatch):
-    tokenizing, answered = threading.Event(), threading.Event()
-
-    def tokenize_when_another_is_answered(*arguments):
-        tokenizing.set()
-        assert answered.wait(60)
-        return tokenized(*arguments)
-
-    monkeypatch.setattr(http, "tokenized", tokenize_when_another_is_answered)
     slow, other = (
         {"prompt": [5], "vllm_xargs": {"template": [BEFORE, 2]}},
         {"prompt": [5, 6, 7], "max_tokens": 4},
     )
-    answers = answered_meanwhile(client, slow, other, tokenizing, answered)
+    answers = answered_meanwhile(
+        client, slow, other, "dllm_engine.infill.http.tokenized", monkeypatch
+    )
     assert [answer.status_code for answer in answers] == [200, 200]

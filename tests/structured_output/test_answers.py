@@ -2,7 +2,6 @@
 
 import json
 import re
-import threading
 from typing import Any
 
 import pytest
@@ -274,23 +273,17 @@ def test_other_tools_than_those_called_are_answered_as_ever(openai):
 
 
 def test_others_are_served_while_an_automaton_is_built(client, monkeypatch):
-    building = threading.Event()
-    answered = threading.Event()
-    build_apart = automata._build_apart
-
-    def build_when_another_is_answered(*args):
-        building.set()
-        assert answered.wait(60), "the server serves nobody meanwhile"
-        return build_apart(*args)
-
-    monkeypatch.setattr(automata, "_build_apart", build_when_another_is_answered)
     slow = {
         "prompt": PROMPT,
         "max_tokens": 16,
         "structured_outputs": {"regex": "built(once)?"},
     }
     constrained, plain = answered_meanwhile(
-        client, slow, {"prompt": PROMPT, "max_tokens": 16}, building, answered
+        client,
+        slow,
+        {"prompt": PROMPT, "max_tokens": 16},
+        "dllm_engine.structured_output.automata._build_apart",
+        monkeypatch,
     )
     assert plain.json()["choices"][0]["text"] == " Ida=07, Tom=48"
     assert re.fullmatch("built(once)?", constrained.json()["choices"][0]["text"])

@@ -5,6 +5,7 @@ import json
 import threading
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -149,12 +150,24 @@ def answered_meanwhile(
     client: "TestClient",
     slow: dict[str, Any],
     other: dict[str, Any],
-    begun: threading.Event,
-    answered: threading.Event,
+    function: str,
+    monkeypatch: Any,
 ) -> tuple[Any, Any]:
-    """The answers to two completions, of which the server has ``begun`` the slow one,
-    and goes on with it when the other is answered."""
+    """The answers to two completions, of which the slow one calls this function, given
+    by its full name, and stays in it until the other is answered.
+    """
     import httpx
+
+    called = threading.Event()
+    answered = threading.Event()
+    original = resolve_name(function)
+
+    def call_when_another_is_answered(*args: Any) -> Any:
+        called.set()
+        assert answered.wait(60), "the server serves nobody meanwhile"
+        return original(*args)
+
+    monkeypatch.setattr(function, call_when_another_is_answered)
 
     async def ask() -> tuple[Any, Any]:
         url: Any = {
@@ -165,7 +178,7 @@ def answered_meanwhile(
             first = asyncio.create_task(
                 http.post("/v1/completions", json={"model": "demo"} | slow)
             )
-            while not begun.is_set():
+            while not called.is_set():
                 await asyncio.sleep(0.01)
             second = await http.post("/v1/completions", json={"model": "demo"} | other)
             answered.set()
