@@ -28,11 +28,17 @@ from dllm_engine.families import (
     ExpertShape,
     ModelFamily,
 )
+from dllm_engine.model_executor.models.rope_keys import (
+    Rope,
+    RopeBase,
+    RopeShare,
+    RopeWithQueryScale,
+    merged,
+)
 from dllm_engine.model_name import has_word
 from dllm_engine.text import (
     cut,
     explain,
-    is_finite_number,
     is_token_ids,
     shortened,
 )
@@ -42,7 +48,6 @@ from dllm_engine.text import (
 Size = Annotated[int, Field(ge=1, le=1 << 24)]
 Layers = Annotated[int, Field(ge=1, le=1024)]
 Epsilon = Annotated[float, Field(gt=0, lt=1)]
-RopeBase = Annotated[float, Field(gt=1)]
 WeightType = Annotated[
     Literal["float32", "bfloat16", "float16"],
     BeforeValidator(lambda value: str(value).removeprefix("torch.")),
@@ -73,28 +78,10 @@ _WITHOUT_EFFECT = (
     "router_aux_loss_coef",
 )
 """Keys of any family that say nothing about what a model computes."""
-_ROPE_KEYS = (
-    "rope_type",
-    "rope_theta",
-    "partial_rotary_factor",
-    "factor",
-    "original_max_position_embeddings",
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-    "truncate",
-)
-"""Keys of RoPE's tables that are implemented."""
-QUERY_SCALE = "llama_4_scaling_beta"
-"""Key of RoPE by which queries grow with their positions, in some families."""
-_ROPE_NUMBERS = {*_ROPE_KEYS, QUERY_SCALE} - {"rope_type", "truncate"}
 _LONGEST_NAME = 100
 """Characters of the name of a quantization method."""
 _MOST_KEYS = 10
 """Unknown keys that an error names."""
-_ROPE_TYPES = ("default", "linear", "dynamic", "yarn")
 
 
 def block_size_of(family: ModelFamily, model_name: str) -> int | None:
@@ -135,7 +122,7 @@ class CheckpointKeys(BaseModel):
     """Replacement of the two keys above in transformers 5, which checks the values of
     its keys.
     """
-    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] | None = None
+    partial_rotary_factor: RopeShare | None = None
     mask_token_id: Count | None = None
     end_of_turn_token_id: TokenIds = None
     eos_token_id: TokenIds = None
@@ -216,76 +203,28 @@ class CheckpointKeys(BaseModel):
         """Collect everything about RoPE in ``rope_parameters``; base and share keep
         keys of their own too.
         """
-        own = {
-            name: getattr(self, name)
-            for name in ("rope_theta", "partial_rotary_factor")
-        }
-        stated = {
-            name: value for name, value in own.items() if name in self.model_fields_set
-        }
-        rope: dict[str, Any] = {}
-        for place in (stated, self.rope_scaling or {}, self.rope_parameters or {}):
-            for key, value in place.items():
-                name = "rope_type" if key == "type" else key
-                if (
-                    name in _ROPE_NUMBERS
-                    and value is not None
-                    and not is_finite_number(value)
-                ):
-                    raise ValueError(
-                        f"{name}={shortened(value)} of RoPE must be a finite number"
-                    )
-                if value is not None and rope.setdefault(name, value) != value:
-                    raise ValueError(
-                        f"{name}={rope[name]!r}, but {name}={value!r} elsewhere; state "
-                        f"one of them"
-                    )
-        if rope.get("factor") is not None and "rope_type" not in rope:
-            raise ValueError(
-                f"factor={shortened(rope['factor'])} of RoPE needs a rope_type: "
-                f"{', '.join(_ROPE_TYPES)}"
-            )
-        rope = {"rope_type": "default"} | own | rope
-        kind, base, share = (
-            rope["rope_type"],
-            rope["rope_theta"],
-            rope["partial_rotary_factor"],
+        own = {"rope_theta", "partial_rotary_factor"}
+        defaults = self.model_dump(include=own, exclude_none=True)
+        stated = merged(
+            self.model_dump(include=own, exclude_unset=True),
+            self.rope_scaling or {},
+            self.rope_parameters or {},
         )
-        if kind not in _ROPE_TYPES:
-            raise ValueError(
-                f"rope_type={shortened(kind)} is not supported, only "
-                f"{', '.join(_ROPE_TYPES)}"
-            )
-        known = [*_ROPE_KEYS, *[QUERY_SCALE] * self.family.scales_queries]
-        if unknown := sorted(rope.keys() - {*known}):
-            first = unknown[0]
-            raise ValueError(
-                f"{cut(first)}={shortened(rope[first])} is not known of RoPE, which "
-                f"may have {', '.join(known)}"
-            )
-        if kind != "default" and not (
-            isinstance(factor := rope.get("factor"), int | float) and factor > 0
-        ):
-            raise ValueError(f"rope_type={kind!r} needs a number above 0 as factor")
-        if not isinstance(base, int | float) or base <= 1:
-            raise ValueError(f"rope_theta={shortened(base)} must be a number above 1")
+        schema = RopeWithQueryScale if self.family.scales_queries else Rope
+        rope = schema.checked(defaults | stated)
+        share = rope.get("partial_rotary_factor")
         if share not in (None, 1) and not self.family.turns_parts:
             raise ValueError(
                 f"partial_rotary_factor={share!r} is not supported, only 1"
             )
-        if kind == "yarn":
-            longest = self.family.key_names.get(
-                "max_position_embeddings", "max_position_embeddings"
-            )
-            rope.setdefault("original_max_position_embeddings", getattr(self, longest))
-        self.rope_theta, self.partial_rotary_factor, self.rope_scaling = (
-            base,
-            share,
-            None,
-        )
-        self.rope_parameters = {
-            name: value for name, value in rope.items() if value is not None
-        }
+        if rope["rope_type"] == "yarn":
+            name = "max_position_embeddings"
+            longest = getattr(self, self.family.key_names.get(name, name))
+            rope.setdefault("original_max_position_embeddings", longest)
+        self.rope_theta = rope["rope_theta"]
+        self.partial_rotary_factor = share
+        self.rope_scaling = None
+        self.rope_parameters = rope
         return self
 
     @classmethod

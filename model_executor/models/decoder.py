@@ -39,7 +39,7 @@ from dllm_engine.families import (
 from dllm_engine.kernels.rotary import rotary_table, rotate_
 from dllm_engine.model_executor.loading.lora import DraftAdapter, LoraAdapter
 from dllm_engine.model_executor.loading.parameters import fill_parameters
-from dllm_engine.model_executor.models.config_keys import QUERY_SCALE, rotary_dim
+from dllm_engine.model_executor.models.config_keys import rotary_dim
 from dllm_engine.model_executor.models.low_rank import LowRankUpdate
 from dllm_engine.model_executor.models.mlp import (
     ROW_BLOCKS,
@@ -309,7 +309,7 @@ class DiffusionDecoder(nn.Module):
     def query_scales(self) -> torch.Tensor | None:
         """Factor of queries at each position; None where they do not grow."""
         rope = self.config.rope_parameters
-        beta = rope.get(QUERY_SCALE)
+        beta = rope.get("llama_4_scaling_beta")
         if not beta:
             return None
         device = self.final_norm.weight.device

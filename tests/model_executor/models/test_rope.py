@@ -139,19 +139,19 @@ def test_dynamic_scaling_is_for_the_longest_canvas_that_is_served(engines, tmp_p
         ),
         (
             {"rope_scaling": {"type": "longrope", "factor": 2.0}},
-            "rope_type='longrope' is not supported, only default,",
+            "RoPE: key rope_type='longrope': Input should be 'default', 'linear',",
         ),
         (
             {"rope_scaling": {"type": "linear"}},
-            "rope_type='linear' needs a number above 0 as factor",
+            "RoPE: rope_type='linear' needs a factor",
         ),
         (
             {"rope_scaling": {"type": "linear", "factor": 0}},
-            "rope_type='linear' needs a number above 0 as factor",
+            "RoPE: key factor=0: Input should be greater than 0",
         ),
         (
             {"rope_scaling": {"type": "linear", "factor": 2.0, "mrope_section": 4}},
-            "mrope_section=4 is not known of",
+            "RoPE: unknown key 'mrope_section'=4",
         ),
         ({"rope_theta": 0}, "rope_theta=0"),
         ({"rope_scaling": [2.0]}, "rope_scaling=[2.0]"),
