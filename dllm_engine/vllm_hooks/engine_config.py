@@ -48,11 +48,11 @@ from dllm_engine.request_options.sampling_params import (
     DefaultLength,
     ResponseLimit,
 )
-from dllm_engine.stated_sizes import check_sizes
 from dllm_engine.text import assignments, cut, did_you_mean, one_line, shortened
 from dllm_engine.vllm_hooks import patch, table
 from dllm_engine.vllm_hooks.patch import Original
 from dllm_engine.vllm_hooks.refused_settings import SCHEDULER_CLASS, refuse_unsupported
+from dllm_engine.vllm_hooks.stated_sizes import check_sizes
 
 logger = init_logger(f"vllm.{__name__}")
 

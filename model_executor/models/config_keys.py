@@ -233,8 +233,8 @@ class CheckpointKeys(BaseModel):
         value and what it may be. ``model_name``: the model's own name, which tells what
         the file may leave out."""
         for other in cls.family.unsupported:
-            stated = [key for key in other.keys if values.get(key) is not None]
-            if stated or has_word(model_name, other.name):
+            has_keys = any(values.get(key) is not None for key in other.keys)
+            if has_keys or has_word(model_name, other.name):
                 raise ValueError(
                     f"{source}: {other.name} is not supported: it {other.reason}"
                 )

@@ -25,10 +25,10 @@ from dllm_engine.families import (
 from dllm_engine.model_executor.loading.files import mask_token_id, read_object
 from dllm_engine.model_executor.loading.hub import downloaded_config
 from dllm_engine.model_executor.models.config_keys import (
-    QUERY_SCALE,
     SCHEMAS,
     CheckpointKeys,
 )
+from dllm_engine.model_executor.models.rope_keys import QUERY_SCALE
 from dllm_engine.model_name import has_word, own_name
 from dllm_engine.options import OPTIONS_KEY
 from dllm_engine.text import cut, did_you_mean, shortened

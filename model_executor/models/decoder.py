@@ -48,6 +48,7 @@ from dllm_engine.model_executor.models.mlp import (
     GatedMLP,
 )
 from dllm_engine.model_executor.models.norm import Norm
+from dllm_engine.model_executor.models.rope_keys import QUERY_SCALE
 from dllm_engine.options import EngineOptions
 
 
@@ -309,7 +310,7 @@ class DiffusionDecoder(nn.Module):
     def query_scales(self) -> torch.Tensor | None:
         """Factor of queries at each position; None where they do not grow."""
         rope = self.config.rope_parameters
-        beta = rope.get("llama_4_scaling_beta")
+        beta = rope.get(QUERY_SCALE)
         if not beta:
             return None
         device = self.final_norm.weight.device

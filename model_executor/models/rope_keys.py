@@ -10,6 +10,8 @@ from dllm_engine.text import explain, shortened
 RopeBase = Annotated[float, Field(gt=1)]
 RopeShare = Annotated[float, Field(gt=0, le=1)]
 Number = float | None
+QUERY_SCALE = "llama_4_scaling_beta"
+"""Key of RoPE by which queries grow with their positions, in some families."""
 
 
 class Rope(BaseModel):
