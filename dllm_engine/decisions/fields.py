@@ -114,6 +114,7 @@ def _choices(name: str, values: Any, kind: Any) -> list[Any]:
                 f"fields.{name}: the choice {value!r} is no "
                 f"{kind or 'text, number or literal'}"
             )
+        _check_size(name, value)
         try:
             different[json.dumps(value, allow_nan=False)] = value
         except (TypeError, ValueError):
@@ -129,6 +130,8 @@ def _integer(name: str, bounds: dict[str, Any]) -> Field:
         for bound in bounds.values()
     ):
         raise ValueError(f"fields.{name}: the bounds of an integer are whole numbers")
+    for bound in bounds.values():
+        _check_size(name, bound)
     low, high = integer_range(bounds)
     if low is None or high is None or low > high:
         raise ValueError(
@@ -138,3 +141,11 @@ def _integer(name: str, bounds: dict[str, Any]) -> Field:
     if high - low < MOST_CHOICES:
         return Field(name, range(low, high + 1), {})
     return Field(name, None, {"type": "integer", "minimum": low, "maximum": high})
+
+
+def _check_size(name: str, value: Any) -> None:
+    """Refuse an integer that the engine's messages have no room for."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError(
+            f"fields.{name}: {str(value)[:30]}… has more than 64 bits; make it a text"
+        )

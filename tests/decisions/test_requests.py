@@ -223,6 +223,14 @@ def test_other_requests_generate_their_text(openai, change):
             {"a": {"type": "integer", "minimum": 3, "maximum": 2}},
             r"fields\.a: give an integer",
         ),
+        (
+            {"a": {"enum": [1, -(2**63) - 1]}},
+            r"fields\.a: -9223372036854775809… has more than 64 bits",
+        ),
+        (
+            {"a": {"type": "integer", "minimum": 3, "maximum": 10**400}},
+            r"fields\.a: 10{29}… has more than 64 bits",
+        ),
         ({"a": {"enum": []}}, r"fields\.a: enum is a list"),
         ({"a": {"enum": [[1]]}}, r"fields\.a: the choice \[1\]"),
         (

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
 from starlette.applications import Starlette
@@ -11,7 +12,11 @@ from starlette.routing import Route
 
 from dllm_engine.vllm_hooks.server.error_forms import AnthropicErrors
 from dllm_engine.vllm_hooks.server.open_requests import Answers, OpenRequests
-from dllm_engine.vllm_hooks.server.stop import EngineDied, ServerStopping
+from dllm_engine.vllm_hooks.server.stop import (
+    EngineDied,
+    ServerStopping,
+    serve_and_tell,
+)
 
 FIRST_EVENT = 'data: {"sequence_number":7}\n\n'
 
@@ -136,6 +141,13 @@ def test_a_stream_ends_with_the_error_in_the_form_of_its_route(route):
     assert answer.is_complete
 
 
+def test_connections_close_with_the_last_answers_of_a_server_that_ends():
+    taken, late = answers(["/wait_for_ever"], ServerStopping(), later=["/read"])
+    assert [taken.headers["connection"], late.headers["connection"]] == ["close"] * 2
+    (answer,) = answers(["/full"])
+    assert "connection" not in answer.headers
+
+
 def test_metrics_can_be_read_while_it_drains():
     (answer,) = answers([], ServerStopping(), later=["/metrics"])
     assert (answer.status, answer.text) == (200, "metrics")
@@ -148,3 +160,27 @@ def test_a_full_queue_says_when_to_ask_again():
         "the queue is full",
         "1",
     )
+
+
+def test_a_drain_does_not_wait_for_an_engine_that_has_nothing_to_do():
+    waited = []
+    engine = SimpleNamespace(
+        shutdown=lambda timeout: waited.append(timeout),
+        output_processor=SimpleNamespace(propagate_error=None),
+        output_handler=None,
+        errored=False,
+    )
+    app = Starlette()
+    app.state.engine_client, app.state.open_requests = engine, OpenRequests()
+    state = SimpleNamespace(connections=set())
+    app.state.server = SimpleNamespace(started=True, server_state=state)
+
+    async def serve_http(app, sock, **options):
+        await asyncio.to_thread(app.state.engine_client.shutdown, timeout=600)
+        return asyncio.sleep(0)
+
+    async def serve():
+        await (await serve_and_tell(serve_http, app, None))
+
+    asyncio.run(serve())
+    assert waited == [3]

@@ -261,3 +261,26 @@ def test_who_is_left_when_a_drain_ends_is_told(start):
     build.resume()
     watched.check_the_end(0)
     assert "Traceback" not in watched.tail()
+
+
+def test_no_connection_breaks_when_a_server_has_drained(start):
+    watched = start("--shutdown-timeout", "2")
+    watched.wait_until_ready()
+    statuses = set()
+
+    def ask_until_refused():
+        body = {"model": "demo", "prompt": "a", "max_tokens": 8}
+        while True:
+            try:
+                answer = httpx.post(watched.url + "/v1/completions", json=body)
+            except httpx.ConnectError:
+                return
+            statuses.add(answer.status_code)
+
+    clients = [watched.clients.submit(ask_until_refused) for _ in range(16)]
+    wait_until(lambda: statuses, SECONDS)
+    watched.process.terminate()
+    for client in clients:
+        client.result(SECONDS)
+    assert statuses <= {200, 503}
+    watched.check_the_end(0)

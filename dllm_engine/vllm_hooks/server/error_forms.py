@@ -91,7 +91,10 @@ def one_line_for_refusals(record: logging.LogRecord) -> bool:
         create_error_response,
     )
 
-    if record.exc_info and isinstance(error := record.exc_info[1], Exception):
-        if create_error_response(error).error.code < 500:
-            record.exc_info = None
+    error = record.exc_info[1] if record.exc_info else None
+    is_refusal = (
+        isinstance(error, Exception) and create_error_response(error).error.code < 500
+    )
+    if is_refusal:
+        record.exc_info = None
     return True

@@ -6,7 +6,7 @@ import asyncio
 import os
 import re
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any, NoReturn
@@ -24,7 +24,7 @@ from dllm_engine.vllm_hooks.server.error_forms import last_events, route_of
 RETRY_AFTER = "1"
 """Seconds after which a client may ask again, here or another server."""
 _TELLING_SECONDS = 1
-"""For requests to write the errors that end them."""
+"""For requests to write the errors that end them, or to read the rest of a body."""
 _NUMBER = re.compile(rb'"sequence_number": ?([0-9]+)')
 
 
@@ -170,11 +170,13 @@ class Answers:
         task = asyncio.current_task()
         assert task is not None
         request = self.requests.begin(route_of(scope), task)
-        answer = Answer(send, request)
+        answer = Answer(send, request, self.requests)
         open_request.set(request)
         try:
             if request.error is None:
                 await self.app(scope, receive, answer.send)
+            else:
+                await _read(receive)
         except asyncio.CancelledError:
             if request.error is None:
                 raise
@@ -185,12 +187,25 @@ class Answers:
             await answer.end(request.error, scope, receive)
 
 
+async def _read(receive: Receive) -> None:
+    """Read a body, if it comes soon. If it were left, the system would break the
+    connection before the client has read its answer.
+    """
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_TELLING_SECONDS):
+            while (await receive()).get("more_body", False):
+                pass
+
+
 class Answer:
     """Progress of sending one response."""
 
-    def __init__(self, send: Send, request: OpenHTTPRequest) -> None:
+    def __init__(
+        self, send: Send, request: OpenHTTPRequest, requests: OpenRequests
+    ) -> None:
         self._send = send
         self._request = request
+        self._requests = requests
         self._headers: Headers | None = None
         self._last_part = b""
         self._is_replaced = False
@@ -202,13 +217,18 @@ class Answer:
             self._is_replaced = (
                 self._request.error is not None and message["status"] >= 500
             )
-            if message["status"] == HTTPStatus.SERVICE_UNAVAILABLE:
-                MutableHeaders(scope=message).setdefault("retry-after", RETRY_AFTER)
-        if self._is_replaced:
-            return
+        if not self._is_replaced:
+            await self._pass_on(message)
+
+    async def _pass_on(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            MutableHeaders(scope=message).update(self._request.headers)
-            self._headers = Headers(raw=message["headers"])
+            headers = MutableHeaders(scope=message)
+            headers.update(self._request.headers)
+            if message["status"] == HTTPStatus.SERVICE_UNAVAILABLE:
+                headers.setdefault("retry-after", RETRY_AFTER)
+            if self._requests.error is not None:
+                headers["connection"] = "close"  # it would break with the server's end
+            self._headers = headers
         self._last_part = message.get("body", b"") or self._last_part
         self.is_complete = message["type"] == "http.response.body" and not message.get(
             "more_body", False
@@ -224,9 +244,7 @@ class Answer:
         body = create_error_response(error).model_dump()
         status = body["error"]["code"]
         if self._headers is None:
-            is_temporary = status == HTTPStatus.SERVICE_UNAVAILABLE
-            headers = {"retry-after": RETRY_AFTER} if is_temporary else None
-            await JSONResponse(body, status, headers)(scope, receive, self._send)
+            await JSONResponse(body, status)(scope, receive, self._pass_on)
         elif self._headers.get("content-type", "").startswith("text/event-stream"):
             numbers = _NUMBER.findall(self._last_part)
             number = int(numbers[-1]) + 1 if numbers else 0

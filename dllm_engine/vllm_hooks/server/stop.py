@@ -5,6 +5,7 @@ engine died.
 import asyncio
 import os
 import signal
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
@@ -23,6 +24,13 @@ _TELLING_SECONDS = 1
 _CLOSING_SECONDS = 3
 """For connections to close. A client that does not read its answer would
 keep one open.
+"""
+
+_TAKING_SECONDS = 0.1
+"""For connections that the system has taken to be answered."""
+_ENDING_SECONDS = 3
+"""For an engine that has nothing left to do. It frees its memory piece by piece, which
+takes longer on a busy machine; then it is killed.
 """
 
 
@@ -46,7 +54,7 @@ class EngineDied(GracefulHTTPError):
 
 
 async def serve_and_tell(
-    serve_http: Callable[..., Awaitable[Any]], app: Any, *args: Any, **kwargs: Any
+    serve_http: Callable[..., Awaitable[Any]], app: Any, sock: Any, **kwargs: Any
 ) -> Any:
     """vLLM's ``serve_http``, which returns what is awaited last. It would stop the
     engine first, leave the clients of a server that stops without an answer, and end
@@ -54,7 +62,7 @@ async def serve_and_tell(
     again."""
     engine = app.state.engine_client
     if engine is None:  # a server may only render prompts
-        return await serve_http(app, *args, **kwargs)
+        return await serve_http(app, sock, **kwargs)
     loop = asyncio.get_running_loop()
     requests: OpenRequests = app.state.open_requests
     stop_engine = engine.shutdown
@@ -62,19 +70,36 @@ async def serve_and_tell(
     endings = set()
 
     def stop(timeout: float | None = None) -> None:  # in a thread
-        if not app.state.server.started:
+        server = app.state.server
+        if not server.started:
             end_now(signal.SIGTERM)  # it has no clients yet
         requests.error = requests.error or ServerStopping()
         seconds = timeout or 0
         end = time.monotonic() + seconds
         asyncio.run_coroutine_threadsafe(drain(seconds), loop).result()
-        stop_engine(timeout=max(0, end - time.monotonic()))
+        left = max(0, end - time.monotonic())
+        stop_engine(timeout=min(left, _ENDING_SECONDS))
+        loop.call_soon_threadsafe(close_connections, server.server_state.connections)
 
     async def drain(seconds: float) -> None:
         await requests.finished(seconds - min(_TELLING_SECONDS, seconds / 2))
         await requests.end(ServerStopping())
         if engine.output_handler is not None:
             engine.output_handler.cancel()  # it would log that the engine is gone
+        if sock is not None and kwargs.get("peer_loads") is None:
+            # New connections wait, then they are refused. Engine and workers have the
+            # socket too, so that the system would go on to take some, and break them
+            # at the end.
+            sock.listen(0)
+            await asyncio.sleep(_TAKING_SECONDS)
+            sock.shutdown(socket.SHUT_RDWR)
+
+    def close_connections(connections: set[Any]) -> None:
+        """Of those that wait for a request, before vLLM looks for processes that use
+        the port.
+        """
+        for each in list(connections):
+            each.shutdown()
 
     def propagate_death(error: Exception) -> None:
         if requests.error is None:
@@ -91,7 +116,7 @@ async def serve_and_tell(
     engine.output_processor.propagate_error = propagate_death
     kwargs.setdefault("timeout_graceful_shutdown", _CLOSING_SECONDS)
     try:
-        closing = await serve_http(app, *args, **kwargs)
+        closing = await serve_http(app, sock, **kwargs)
     except psutil.Error:
         # vLLM asks for the command of a process that has the port. That may be a worker
         # that ends at this moment.
