@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dllm_engine.demo import model_path
 from dllm_engine.families import FAMILIES, ModelFamily, Shape
 from dllm_engine.model_executor.loading.files import check_files
+from dllm_engine.model_executor.models.config_facts import PlainConfig
 from dllm_engine.model_executor.models.config_keys import SCHEMAS
 
 if TYPE_CHECKING:
@@ -92,19 +93,20 @@ def named_shape(name: str) -> dict[str, Any]:
     return config
 
 
-def load_config(model: str) -> "Config":
+def load_config(model: str) -> "Config | PlainConfig":
     """A model's config: of its folder, a named shape, known by its name, or of Hugging
     Face, which is asked for config.json alone. Raises ``ValueError`` naming the model,
     or the key that is not supported."""
+    if is_named_shape(model):
+        return PlainConfig(named_shape(model), model)
+    if model in RELEASED_CONFIGS:
+        return PlainConfig(RELEASED_CONFIGS[model], model)
+    # Imports transformers, which takes seconds.
     from dllm_engine.model_executor.models.configs import parse_config, stated_config
 
-    if is_named_shape(model):
-        return parse_config(named_shape(model), model)
     check_folder(model)
     source = model_path(model)
-    return parse_config(
-        RELEASED_CONFIGS.get(model) or stated_config(source, {}), source
-    )
+    return parse_config(stated_config(source, {}), source)
 
 
 def check_start(model: str, arguments: Mapping[str, Any]) -> None:

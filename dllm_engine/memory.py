@@ -22,9 +22,18 @@ from dllm_engine.decoding.page_layout import PageKind, PoolGeometry, head_dim_of
 from dllm_engine.demo import model_path
 from dllm_engine.model_executor.head_chunks import rows_at_once
 from dllm_engine.options import EngineOptions, checkpoint_section
+from dllm_engine.request_options.resolve import resolve_decoding
 from dllm_engine.text import readable_size, shortened
 
 FLOAT32_BYTES = 4
+_DTYPES = {
+    "bfloat16": ("bfloat16", 2),
+    "float16": ("float16", 2),
+    "half": ("float16", 2),
+    "float32": ("float32", FLOAT32_BYTES),
+    "float": ("float32", FLOAT32_BYTES),
+}
+"""Types of weights and bytes of a number, by vLLM's names."""
 VOCABULARY_PADDING = 64
 """vLLM rounds the rows of embedding and head up to this."""
 CPU_PAGE_POOL_BYTES = 1 << 30
@@ -100,6 +109,27 @@ class RequestDemand:
     """The reason why no more run; for 0 requests, why the engine would serve none."""
 
 
+@dataclass(frozen=True)
+class PlannedParams:
+    """Parameters of a planned request, which leaves everything but lengths open; like
+    vLLM's, which take seconds to import.
+    """
+
+    max_tokens: int
+    extra_args: dict[str, Any]
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logit_bias: None = None
+    logprobs: None = None
+    thinking_token_budget: None = None
+    eos_token_id: None = None
+    stop_token_ids: tuple[int, ...] = ()
+    all_stop_token_ids: frozenset[int] = frozenset()
+
+
 class Sizing(Deployment):
     """A deployment with its open settings filled in, and what it takes. Everything is
     per GPU, or per process of a CPU.
@@ -135,8 +165,6 @@ def plan(d: Deployment) -> Sizing:
     """Compute what fits; raises ``ValueError`` if no request does, or if a setting does
     not suit the model.
     """
-    import torch
-
     config = load_config(d.model)
     family, tp = config.family, d.tensor_parallel_size
     longest = canvas_limit(
@@ -157,18 +185,18 @@ def plan(d: Deployment) -> Sizing:
     stated = str(getattr(config, "dtype", None)).removeprefix("torch.")
     # As vLLM chooses: the checkpoint's type, and bfloat16 where that is float32.
     default = stated if stated in ("bfloat16", "float16") else "bfloat16"
-    dtype: torch.dtype = getattr(torch, default if d.dtype == "auto" else d.dtype)
-    settled = {"options": options, "dtype": str(dtype).removeprefix("torch.")}
+    dtype, dtype_bytes = _DTYPES[default if d.dtype == "auto" else d.dtype]
+    settled = {"options": options, "dtype": dtype}
     d = d.model_copy(
         update=settled | {"max_model_len": longest, "max_num_batched_tokens": rows}
     )
     weights = weight_bytes(
-        config, tp, dtype.itemsize, d.quantization and QUANTIZATIONS[d.quantization]
+        config, tp, dtype_bytes, d.quantization and QUANTIZATIONS[d.quantization]
     )
-    guide_weights = sum(weight_bytes(guide, tp, dtype.itemsize) for guide in guides)
+    guide_weights = sum(weight_bytes(guide, tp, dtype_bytes) for guide in guides)
     on_gpu = d.gpu_memory is not None
     activations = max(
-        activation_bytes(model, tp, dtype.itemsize, rows, on_gpu=on_gpu)
+        activation_bytes(model, tp, dtype_bytes, rows, on_gpu=on_gpu)
         for model in (config, *guides)
     )
     for_pass = options.method.cost.num_bytes(rows, longest)
@@ -188,11 +216,7 @@ def plan(d: Deployment) -> Sizing:
     geometry = options.geometry(config, tp)
     # Keys and values of ``page_size`` tokens of one layer, of this rank's KV heads.
     page_bytes = (
-        2
-        * geometry.page_size
-        * geometry.num_kv_heads
-        * geometry.head_dim
-        * dtype.itemsize
+        2 * geometry.page_size * geometry.num_kv_heads * geometry.head_dim * dtype_bytes
     )
     demand_of = partial(request_demand, d, config, geometry, page_bytes, room)
     demand = demand_of(options)
@@ -247,9 +271,6 @@ def request_demand(
     """A request of a settled deployment under ``options``; ``room``: bytes for pages
     and for what a pass holds.
     """
-    from dllm_engine.params import DiffusionParams  # imports vLLM
-    from dllm_engine.request_options.resolve import resolve_decoding
-
     assert d.max_model_len is not None
     method = options.method
     defaults = {
@@ -257,7 +278,8 @@ def request_demand(
         for name, value in checkpoint_section(config).items()
         if name == "block_length"
     }
-    params = DiffusionParams(gen_length=d.response, block_length=d.block_length)
+    options_given = {"block_length": d.block_length} if d.block_length else {}
+    params: Any = PlannedParams(d.response, options_given)
     with_defaults = options.model_copy(update={"request_defaults": defaults})
     spec = resolve_decoding(params, d.prompt, config, with_defaults)
     for_pass = method.cost.num_bytes(d.max_num_batched_tokens, d.max_model_len)

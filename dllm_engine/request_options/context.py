@@ -1,5 +1,6 @@
 """A request on its way into a ``DecodingSpec``, and the error that ends it there."""
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,11 @@ class RequestContext:
 
 
 def refused(reason: str) -> ValueError:
-    """``InvalidRequestError``, imported with vLLM only where a request is refused."""
+    """``InvalidRequestError``; a ``ValueError`` in a command that plans without vLLM,
+    whose import takes seconds.
+    """
+    if "vllm" not in sys.modules:
+        return ValueError(reason)
     from dllm_engine.request_options.errors import InvalidRequestError
 
     return InvalidRequestError(reason)

@@ -7,7 +7,6 @@ from dllm_engine.decoding.unmasking_policies import PARALLEL_RULES, UNMASKING_PO
 from dllm_engine.families import FAMILIES, released_defaults
 from dllm_engine.options import OPTIONS_KEY, EngineOptions, checkpoint_section
 from dllm_engine.request_options.cache import resolve_cache
-from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.request_options.fields import (
     CHECKPOINT_OPTIONS,
     DEFAULTABLE_OPTIONS,
@@ -52,7 +51,7 @@ def _checked(
             )
     try:
         options = parse_request_options(defaults, "request default")
-    except InvalidRequestError as error:
+    except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     check_exclusions(options)
     for family in FAMILIES.values():

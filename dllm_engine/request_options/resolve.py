@@ -3,20 +3,17 @@ family, into a ``DecodingSpec``: one call per group of options.
 """
 
 from dataclasses import replace
-from typing import Any
-
-from vllm.sampling_params import SamplingParams
+from typing import TYPE_CHECKING, Any
 
 from dllm_engine.cache_methods.page_demand import PageDemand
 from dllm_engine.decoding.page_layout import PoolGeometry
 from dllm_engine.decoding.spec import DecodingSpec, Guidance, TextPattern
 from dllm_engine.options import EngineOptions
 from dllm_engine.request_options.cache import resolve_cache
-from dllm_engine.request_options.context import RequestContext
+from dllm_engine.request_options.context import RequestContext, refused
 from dllm_engine.request_options.decision import check_no_decision, resolve_decision
 from dllm_engine.request_options.defaults import options_with_defaults
 from dllm_engine.request_options.ends import resolve_ends
-from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.request_options.fields import (
     FACTS,
     RequestOptions,
@@ -40,15 +37,18 @@ from dllm_engine.request_options.unmasking import (
     resolve_unmasking,
 )
 
+if TYPE_CHECKING:  # commands plan requests without importing vLLM
+    from vllm.sampling_params import SamplingParams
+
 
 def resolve_decoding(
-    params: SamplingParams, prompt_length: int, hf_config: Any, engine: EngineOptions
+    params: "SamplingParams", prompt_length: int, hf_config: Any, engine: EngineOptions
 ) -> DecodingSpec:
     """Fill in the defaults; raises ``InvalidRequestError`` naming the option, its value
     and its range.
     """
     if params.max_tokens is None or params.max_tokens < 1:
-        raise InvalidRequestError(
+        raise refused(
             f"gen_length={params.max_tokens} (max_tokens) is out of range: it must be "
             f"at least 1"
         )
@@ -85,7 +85,7 @@ def resolve_decoding(
     )
     check_taking_back(spec, engine)
     if engine.method.keeps(spec) and (reason := engine.cache.refusal(spec)):
-        raise InvalidRequestError(reason)
+        raise refused(reason)
     return spec
 
 
@@ -145,7 +145,7 @@ def check_room(
             "lower block_length",
         )
     if num_rows > max_rows:
-        raise InvalidRequestError(
+        raise refused(
             f"{what}: a step has at most max_num_batched_tokens={max_rows} rows; "
             f"{remedy}, or raise max_num_batched_tokens"
         )
@@ -158,7 +158,7 @@ def check_room(
             if hasattr(engine.cache, "retention_ratio")
             else ""
         )
-        raise InvalidRequestError(
+        raise refused(
             f"the request needs {demand} pages ({geometry.num_layers} layers, "
             f"page_size {engine.page_size}), the pool has {num_pages}; shorten prompt "
             f"or response, {retain_less}or raise kv_cache_memory_bytes"

@@ -1,13 +1,15 @@
 """The options of a request in vLLM's sampling parameters."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
-from vllm.sampling_params import SamplingParams
 
-from dllm_engine.request_options.errors import InvalidRequestError
+from dllm_engine.request_options.context import refused
 from dllm_engine.request_options.fields import RequestOptions
 from dllm_engine.text import explain
+
+if TYPE_CHECKING:  # commands read requests without importing vLLM
+    from vllm.sampling_params import SamplingParams
 
 DEFAULT_GEN_LENGTH = 256
 """Response tokens of a request that names no length, unless the checkpoint says
@@ -39,7 +41,7 @@ empty.
 """
 
 
-def request_options(params: SamplingParams) -> RequestOptions:
+def request_options(params: "SamplingParams") -> RequestOptions:
     """The options in a request's ``extra_args``; raises ``InvalidRequestError`` naming
     what is wrong with which.
     """
@@ -55,7 +57,7 @@ def request_options(params: SamplingParams) -> RequestOptions:
     )
 
 
-def bytes_in(params: SamplingParams, name: str) -> bytes | None:
+def bytes_in(params: "SamplingParams", name: str) -> bytes | None:
     """Bytes that a request carries as ``CONSTRAINT`` or another key above; None: it
     carries nothing.
     """
@@ -71,6 +73,4 @@ def parse_request_options(
     try:
         return RequestOptions.model_validate(raw)
     except ValidationError as error:
-        raise InvalidRequestError(
-            explain(error, what, RequestOptions.model_fields)
-        ) from None
+        raise refused(explain(error, what, RequestOptions.model_fields)) from None

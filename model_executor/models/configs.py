@@ -2,9 +2,8 @@
 transformers in place of the remote code that ``auto_map`` names."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from transformers import (
     AutoTokenizer,
@@ -19,11 +18,11 @@ from dllm_engine.families import (
     DREAM,
     FAMILIES,
     NOT_SUPPORTED,
-    ExpertShape,
     ModelFamily,
 )
 from dllm_engine.model_executor.loading.files import mask_token_id, read_object
 from dllm_engine.model_executor.loading.hub import downloaded_config
+from dllm_engine.model_executor.models.config_facts import ConfigFacts
 from dllm_engine.model_executor.models.config_keys import (
     SCHEMAS,
     CheckpointKeys,
@@ -39,12 +38,11 @@ _LEFT_OUT_KEYS = {*PretrainedConfig().to_dict(), *GenerationConfig().to_dict()}
 """Keys of any model that transformers knows; none says what a model computes."""
 
 
-class Config(PretrainedConfig):
+class Config(ConfigFacts, PretrainedConfig):
     """Config of a supported checkpoint: the keys of ``schema`` under the names vLLM
     asks for too (``hidden_size``, …). Each change (vLLM's hf_overrides) makes it anew,
     so that the same rules hold as for the file."""
 
-    schema: ClassVar[type[CheckpointKeys]]
     ignore_keys_at_rope_validation = frozenset({"partial_rotary_factor", QUERY_SCALE})
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -99,28 +97,6 @@ class Config(PretrainedConfig):
             else own.from_dict(config_dict, **kwargs)
         )
 
-    @property
-    def family(self) -> ModelFamily:
-        """The checkpoint's family, with the config's own block length where attention
-        goes by blocks.
-        """
-        family = self.schema.family
-        if family.kinds and self.kind is not None:
-            family = replace(family, **family.kinds[self.kind])
-        if family.attention == "full":
-            return family
-        shares_experts = bool(getattr(self, "expert_capacity", 0))
-        return replace(
-            family,
-            default_block_length=self.block_size,
-            experts_by_block=shares_experts,
-        )
-
-    @property
-    def experts(self) -> ExpertShape | None:
-        """None: all layers have a plain MLP."""
-        return self.schema.experts_of(self)
-
     def check(self) -> None:
         """Check what may have been changed unseen, and that a model can be served with
         it; raises as ``__init__``.
@@ -144,15 +120,6 @@ class Config(PretrainedConfig):
                 f"names no mask; a diffusion language model needs the id of its mask "
                 f"token there or in hf_overrides"
             )
-
-    @property
-    def longest_sequence(self) -> int:
-        """Positions that the model is for; vLLM's default of ``max_model_len``."""
-        scaled = self.rope_parameters["rope_type"] in ("linear", "dynamic")
-        return int(
-            self.max_position_embeddings
-            * (self.rope_parameters["factor"] if scaled else 1)
-        )
 
     def _settle(self, values: dict[str, Any], source: str) -> None:
         """Take the attributes from what is stated, and from the family's defaults."""

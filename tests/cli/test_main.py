@@ -183,10 +183,15 @@ def test_the_command_alone_prints_its_help(capsys):
     assert printed.err == ""
 
 
-def test_the_command_line_loads_neither_vllm_nor_torch():
+@pytest.mark.parametrize(
+    "line", ["--help", "models", "plan fast-dllm-v2-7b", "generate --nothing"]
+)
+def test_what_needs_no_engine_loads_neither_vllm_nor_torch(line):
     check = (
-        "import sys; from dllm_engine.cli.commands import build_parser; build_parser();"
-        "sys.exit(not {'vllm', 'torch'}.isdisjoint(sys.modules))"
+        "import sys; from contextlib import suppress;"
+        "from dllm_engine.cli.main import main\n"
+        f"with suppress(SystemExit): main({line.split()!r})\n"
+        "sys.exit(not {'vllm', 'torch', 'transformers'}.isdisjoint(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0
 
