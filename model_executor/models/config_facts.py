@@ -14,6 +14,10 @@ class ConfigFacts:
     """Facts that follow from the keys of ``schema``."""
 
     schema: type[CheckpointKeys]
+    kind: str | None
+    block_size: int
+    max_position_embeddings: int
+    rope_parameters: dict[str, Any]
 
     @property
     def family(self) -> ModelFamily:
