@@ -13,7 +13,6 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.utils import remove_all
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutputs
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -93,10 +92,12 @@ class DiffusionScheduler(SchedulerInterface):
             self.method.keeps_for_good
             and vllm_config.cache_config.enable_prefix_caching
         )
-        pages = PagePool(
+        self.pages = PagePool(
             kv_cache_config.num_blocks, hash_block_size, shares=shares_prefixes
         )
-        self.tables = PageTables(self.method, geometry, pages, scheduling.watermark)
+        self.tables = PageTables(
+            self.method, geometry, self.pages, scheduling.watermark
+        )
         self.max_num_running = scheduling.max_num_active_seqs or scheduling.max_num_seqs
         self.max_rows = scheduling.max_num_batched_tokens
         self.refreshes = RefreshBudget(
@@ -107,12 +108,11 @@ class DiffusionScheduler(SchedulerInterface):
             hf_config,
             geometry,
             self.max_rows,
-            pages.num_pages,
+            self.pages.num_pages,
             # Seeded, so that one engine run is repeatable.
             random.Random(vllm_config.model_config.seed),
         )
-        policy = SchedulingPolicy(scheduling.policy)
-        self.by_priority = policy is SchedulingPolicy.PRIORITY
+        self.by_priority = scheduling.policy == "priority"
         self.waiting = WaitingQueue(by_priority=self.by_priority)
         self.running: list[RequestState] = []
         self.states: dict[str, RequestState] = {}
@@ -126,11 +126,7 @@ class DiffusionScheduler(SchedulerInterface):
             group.kv_cache_spec.page_size_bytes
             for group in kv_cache_config.kv_cache_groups
         )
-        logger.info("%s", what_is_kept(self.options, geometry, pages, page_bytes))
-
-    @property
-    def pages(self) -> PagePool:
-        return self.tables.pages
+        logger.info("%s", what_is_kept(self.options, geometry, self.pages, page_bytes))
 
     # Requests come and go
 

@@ -51,7 +51,7 @@ def read_markers(prompt: str) -> Around | None:
             if read is not None:
                 return read
     if (match := _CODESTRAL.fullmatch(prompt)) is not None:
-        return Around(match["prefix"], match["suffix"])
+        return Around(**match.groupdict())
     return None
 
 

@@ -24,6 +24,10 @@ _PEAKS = ("page_bytes", "memory_bytes")
 """Fields of ``Cost`` of which the largest counts; of the others, the sum."""
 
 
+def _ratio(amount: float | None, number: float) -> float | None:
+    return amount / number if number and amount is not None else None
+
+
 @dataclass
 class Cost:
     """Cost of responses: sums over requests, then peaks of memory."""
@@ -67,20 +71,14 @@ class Cost:
         """Means per request and peaks in MiB; None if unknown."""
         asked = self.requests
         return {
-            "passes_per_answer": self.forward_passes / asked if asked else None,
-            "tokens_per_pass": self.tokens_unmasked / self.forward_passes
-            if self.forward_passes
-            else None,
-            "rows_per_token": self.tokens_computed / self.tokens_unmasked
-            if self.tokens_unmasked
-            else None,
+            "passes_per_answer": _ratio(self.forward_passes, asked),
+            "tokens_per_pass": _ratio(self.tokens_unmasked, self.forward_passes),
+            "rows_per_token": _ratio(self.tokens_computed, self.tokens_unmasked),
             "tokens_per_second": self.tokens_per_second if asked else None,
-            "first_block_seconds": self.first_block_seconds / asked if asked else None,
-            "latency_seconds": self.latency_seconds / asked if asked else None,
-            "memory_mib": None
-            if self.memory_bytes is None
-            else self.memory_bytes / MIB,
-            "pages_mib": None if self.page_bytes is None else self.page_bytes / MIB,
+            "first_block_seconds": _ratio(self.first_block_seconds, asked),
+            "latency_seconds": _ratio(self.latency_seconds, asked),
+            "memory_mib": _ratio(self.memory_bytes, MIB),
+            "pages_mib": _ratio(self.page_bytes, MIB),
         }
 
 
