@@ -2,7 +2,6 @@
 
 import difflib
 import json
-import math
 import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -154,21 +153,3 @@ def cut(text: str) -> str:
 def shortened(value: object) -> str:
     """A value as an error shows it."""
     return cut(repr(value))
-
-
-def is_finite_number(value: object) -> bool:
-    """Return True for a number that a float can hold; JSON also has NaN, infinity and
-    integers of any length.
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False
-
-
-def is_token_ids(value: object) -> bool:
-    """Return True for the id of a token, or a list of ids."""
-    ids = value if isinstance(value, list) else [value]
-    return all(type(number) is int and 0 <= number < 1 << 24 for number in ids)

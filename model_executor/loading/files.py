@@ -6,16 +6,24 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveInt,
+    ValidationError,
+)
 from safetensors import SafetensorError, safe_open
 
 from dllm_engine.text import (
     cut,
-    is_finite_number,
-    is_token_ids,
+    explain,
     one_line,
     shortened,
 )
@@ -43,26 +51,30 @@ _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 """JSON of half a character."""
 
 
-def _is_count(value: float) -> bool:
-    return type(value) is int and value >= 1
+def _token_ids(value: object) -> object:
+    ids = value if isinstance(value, list) else [value]
+    if value is None or all(type(i) is int and 0 <= i < 1 << 24 for i in ids):
+        return value
+    raise ValueError("must be the id of a token, or a list of ids")
 
 
-_DEFAULTS: dict[str, tuple[str, Callable[[float], bool]]] = {
-    "temperature": ("a number of at least 0", lambda value: value >= 0),
-    "top_p": ("a number above 0, at most 1", lambda value: 0 < value <= 1),
-    "top_k": (
-        "an integer of at least -1",
-        lambda value: type(value) is int and value >= -1,
-    ),
-    "max_new_tokens": ("an integer of at least 1", _is_count),
-    **dict.fromkeys(
-        ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_p"),
-        ("a finite number", lambda value: True),
-    ),
-}
-"""Numbers of ``generation_config.json`` that become defaults of requests, and what they
-may be.
-"""
+TokenIds = Annotated[int | list[int] | None, BeforeValidator(_token_ids)]
+
+
+class _GenerationDefaults(BaseModel):
+    """Values of ``generation_config.json`` that become defaults of requests."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    temperature: NonNegativeFloat | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    max_new_tokens: PositiveInt | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    min_p: float | None = None
+    eos_token_id: TokenIds = None
 
 
 class StoredTensor(NamedTuple):
@@ -99,17 +111,11 @@ def check_generation_config(folder: Path) -> None:
     if not path.exists():
         return
     stated = read_object(path)
-    for name, (meaning, is_allowed) in _DEFAULTS.items():
-        value = stated.get(name)
-        if value is not None and not (is_finite_number(value) and is_allowed(value)):
-            raise ValueError(f"{path}: {name}={shortened(value)} must be {meaning}")
+    try:
+        _GenerationDefaults.model_validate(stated)
+    except ValidationError as error:
+        raise ValueError(f"{path}: {explain(error, '')}") from None
     _check_readable(path, stated)
-    ends = stated.get("eos_token_id")
-    if ends is not None and not is_token_ids(ends):
-        raise ValueError(
-            f"{path}: eos_token_id={shortened(ends)} must be the id of a token, or a "
-            f"list of ids"
-        )
 
 
 def _check_readable(path: Path, stated: dict[str, Any]) -> None:

@@ -28,6 +28,7 @@ from dllm_engine.families import (
     ExpertShape,
     ModelFamily,
 )
+from dllm_engine.model_executor.loading.files import TokenIds
 from dllm_engine.model_executor.models.rope_keys import (
     Rope,
     RopeBase,
@@ -39,7 +40,6 @@ from dllm_engine.model_name import has_word
 from dllm_engine.text import (
     cut,
     explain,
-    is_token_ids,
     shortened,
 )
 
@@ -54,15 +54,6 @@ WeightType = Annotated[
 ]
 Off = Literal[False] | None
 Count = Annotated[int, Field(ge=0, le=1 << 24)]
-
-
-def _token_ids(value: object) -> object:
-    if value is not None and not is_token_ids(value):
-        raise ValueError("must be the id of a token, or a list of ids")
-    return value
-
-
-TokenIds = Annotated[int | list[int] | None, BeforeValidator(_token_ids)]
 
 _WITHOUT_EFFECT = (
     "name_or_path",
