@@ -56,6 +56,11 @@ def read_fields(schema: Any) -> list[Field]:
             "fields: give a JSON schema of an object with properties, one for each "
             "field, and no other rules"
         )
+    required = schema.get("required", [])
+    if not isinstance(required, list) or not all(
+        isinstance(name, str) for name in required
+    ):
+        raise ValueError("fields: required is no list of names of properties")
     if not 1 <= len(properties) <= MOST_FIELDS:
         raise ValueError(
             f"fields: {len(properties)} properties; a decision has 1 … {MOST_FIELDS} "

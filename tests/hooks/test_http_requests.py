@@ -273,3 +273,36 @@ def test_a_number_too_long_to_read_is_refused_by_the_messages_api(client):
     answer = client.post("/v1/messages", content=body, headers=sent_as)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["message"] == "There was an error parsing the body"
+
+
+@pytest.mark.parametrize(
+    ("ask", "change", "message"),
+    [
+        (COMPLETION, {"vllm_xargs": {"template": ["\ud800", 2]}}, "half a character"),
+        (COMPLETION, {"suffix": "a\udfff"}, "half a character"),
+        (MESSAGE, {"vllm_xargs": ["x"]}, "vllm_xargs is no object"),
+        (
+            CHAT,
+            {
+                "logprobs": True,
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {
+                        "name": "x",
+                        "schema": {
+                            "type": "object",
+                            "properties": {"a": {"enum": [1, 2]}},
+                            "required": [["a"]],
+                        },
+                    },
+                },
+            },
+            "required",
+        ),
+    ],
+)
+def test_what_is_no_text_or_object_is_refused(client, ask, change, message):
+    path, body = ask
+    sent = json.dumps({"model": "demo", "max_tokens": 8, **body, **change})
+    sent_as = {"content-type": "application/json"}
+    assert message in refusal(client.post(path, content=sent, headers=sent_as))

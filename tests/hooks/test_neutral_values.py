@@ -53,8 +53,6 @@ OFF = {
 REFUSED_BY_VLLM: list[Any] = [
     ("allowed_token_ids", []),
     ("tools", []),
-    ("background", None),
-    ("truncation", None),
 ]
 """By its own rules for every model, although the type is right."""
 

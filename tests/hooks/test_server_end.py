@@ -38,6 +38,14 @@ async def stream(request):
     return StreamingResponse(events(), media_type="text/event-stream")
 
 
+async def fail(request):
+    async def events():
+        yield FIRST_EVENT
+        raise ValueError("broken")
+
+    return StreamingResponse(events(), media_type="text/event-stream")
+
+
 async def fail_when_it_stops(request):
     while request.app.state.open_requests.error is None:
         await asyncio.sleep(0)
@@ -52,7 +60,7 @@ async def metrics(request):
     return PlainTextResponse("metrics")
 
 
-HANDLERS = [wait_for_ever, read, stream, fail_when_it_stops, full, metrics]
+HANDLERS = [wait_for_ever, read, stream, fail, fail_when_it_stops, full, metrics]
 
 
 class Answered:
@@ -138,6 +146,13 @@ def test_a_stream_ends_with_the_error_in_the_form_of_its_route(route):
     (answer,) = answers([f"/v1/{route}"], ServerStopping())
     assert answer.status == 200
     assert answer.text == FIRST_EVENT + STREAMS[route]
+    assert answer.is_complete
+
+
+def test_a_stream_that_fails_ends_with_the_error():
+    (answer,) = answers(["/fail"])
+    assert answer.text.startswith(FIRST_EVENT)
+    assert "broken" in answer.text
     assert answer.is_complete
 
 

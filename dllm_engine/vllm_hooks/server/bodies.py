@@ -4,6 +4,7 @@ at, or of which they would ignore parts, and settles what is ours.
 
 import asyncio
 import json
+import re
 from http import HTTPStatus
 from typing import Any
 
@@ -24,6 +25,8 @@ MOST_BYTES = 16 << 20
 which takes part of a second.
 """
 
+_MAY_BE_HALF = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
+"""Halves of a character in JSON, escaped or not; two of them may be a whole one."""
 _OWN_FIELDS = ("/v1/systemone", *OWN_BODIES)
 """Routes whose bodies have fields of their own, of which some have names of ours."""
 
@@ -146,9 +149,16 @@ def _checked_fields(body: bytes, path: str) -> dict[str, Any] | None:
     """
     try:
         fields = json.loads(body)
+        if _MAY_BE_HALF.search(body):
+            json.dumps(fields, ensure_ascii=False).encode()
     except RecursionError:
         raise InvalidRequestError(
             "the body has too many lists and objects within each other"
+        ) from None
+    except UnicodeEncodeError as error:
+        around = error.object[max(0, error.start - 20) : error.end + 20]
+        raise InvalidRequestError(
+            f"the body has half a character, a surrogate, in {around!a}; leave it out"
         ) from None
     except ValueError:  # vLLM says what is wrong with it
         return None

@@ -15,11 +15,14 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.exceptions import GenerationError, RetryableRequestError
+from vllm.logger import init_logger
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from dllm_engine.figures import ErrorReason
 from dllm_engine.infill.http import Filling
 from dllm_engine.vllm_hooks.server.error_forms import last_events, route_of
+
+logger = init_logger(f"vllm.{__name__}")
 
 RETRY_AFTER = "1"
 """Seconds after which a client may ask again, here or another server."""
@@ -181,6 +184,11 @@ class Answers:
             if request.error is None:
                 raise
             task.uncancel()
+        except Exception as error:
+            if not answer.has_begun:
+                raise
+            logger.exception("a response to %s has failed", request.route)
+            request.error = error
         finally:
             self.requests.finish(task)
         if not answer.is_complete and request.error is not None:
@@ -210,6 +218,10 @@ class Answer:
         self._last_part = b""
         self._is_replaced = False
         self.is_complete = False
+
+    @property
+    def has_begun(self) -> bool:
+        return self._headers is not None
 
     async def send(self, message: Message) -> None:
         """Pass a message on, but no failure of vLLM's that the request's end brings."""

@@ -16,13 +16,14 @@ from dllm_engine.vllm_hooks.input_processor import NO_BEAM_SEARCH
 from dllm_engine.vllm_hooks.server.open_requests import OpenRequest
 
 CHATS, BATCH = "/v1/chat/completions", "/v1/chat/completions/batch"
+RESPONSES = "/v1/responses"
 COMPLETIONS, MESSAGES = "/v1/completions", "/v1/messages"
 _SERVING = {
     CHATS: "openai_serving_chat",
     BATCH: "openai_serving_chat_batch",
     COMPLETIONS: "openai_serving_completion",
     MESSAGES: "anthropic_serving_messages",
-    "/v1/responses": "openai_serving_responses",
+    RESPONSES: "openai_serving_responses",
 }
 """By route, the attribute of an application's state that answers it."""
 _SETTLED = (
@@ -51,6 +52,8 @@ async def settled_fields(
     if route not in _SERVING:
         return fields
     check_place(fields.keys() - _request_class(route).model_fields.keys())
+    if not isinstance(fields.get("vllm_xargs") or {}, dict):
+        raise InvalidRequestError("vllm_xargs is no object; give request options in it")
     _check_num_responses(fields)
     for name in ("stream", "tools"):
         # vLLM would return the last part only.
@@ -59,6 +62,13 @@ async def settled_fields(
                 f"{name} is not supported for a batch of chats; send one request for "
                 f"each"
             )
+    if route == RESPONSES:
+        # vLLM checks its own response, which repeats them and may have no null there.
+        fields = {
+            name: value
+            for name, value in fields.items()
+            if value is not None or name not in ("background", "truncation")
+        }
     if route == COMPLETIONS and fields.get("max_tokens") == -1:
         fields = {**fields, "max_tokens": None}  # no limit
     if route == COMPLETIONS and is_at_cursor(fields):
