@@ -21,11 +21,15 @@ from dllm_engine.checkpoints import load_config
 from dllm_engine.decoding.page_layout import PageKind, PoolGeometry, head_dim_of
 from dllm_engine.demo import model_path
 from dllm_engine.model_executor.head_chunks import rows_at_once
+from dllm_engine.model_executor.models.quantization import (
+    FLOAT32_BYTES,
+    QUANTIZATIONS,
+    Quantization,
+)
 from dllm_engine.options import EngineOptions, checkpoint_section
 from dllm_engine.request_options.resolve import resolve_decoding
-from dllm_engine.text import readable_size, shortened
+from dllm_engine.text import readable_size
 
-FLOAT32_BYTES = 4
 _DTYPES = {
     "bfloat16": ("bfloat16", 2),
     "float16": ("float16", 2),
@@ -397,75 +401,6 @@ def pages_of_pool(pool_bytes: int, page_bytes: int) -> int:
     return max(pool_bytes // page_bytes - 1, 0)
 
 
-@dataclass(frozen=True)
-class Quantization:
-    """Storage of the linear layers."""
-
-    bits: int
-    group_size: int | None = None
-    """Weights that share a scale; None: all of an output feature; 0: there are no
-    scales.
-    """
-    has_zero_points: bool = False
-
-    @classmethod
-    def of(cls, config: Any) -> "Quantization | None":
-        """The quantization that a checkpoint's config states; None for a plain
-        checkpoint, and for an unknown one.
-        """
-        stated = getattr(config, "quantization_config", None) or {}
-        try:
-            return cls._stated(stated)
-        except (AttributeError, KeyError, TypeError):
-            raise ValueError(
-                f"config.json: quantization_config={shortened(stated)} cannot be read"
-            ) from None
-
-    @classmethod
-    def _stated(cls, stated: dict[str, Any]) -> "Quantization | None":
-        groups = list(stated.get("config_groups", {}).values())
-        if stated.get("quant_method") in ("gptq", "awq"):
-            size = stated.get("group_size", stated.get("q_group_size", -1))
-            return cls(
-                stated.get("bits", stated.get("w_bit", 4)),
-                size if size > 0 else None,
-                True,
-            )
-        if stated.get("quant_method") == "compressed-tensors" and len(groups) == 1:
-            weights = groups[0]["weights"]
-            if weights["num_bits"] in (4, 8):
-                return cls(
-                    weights["num_bits"],
-                    weights.get("group_size"),
-                    not weights.get("symmetric", True),
-                )
-        return None
-
-    def matrix_bytes(self, inputs: int, outputs: int) -> int:
-        """Weights, scales (float32 for 8 bits, else half precision) and zero points of
-        a linear layer.
-        """
-        groups = (
-            1
-            if self.group_size is None
-            else -(-inputs // self.group_size)
-            if self.group_size
-            else 0
-        )
-        scales = outputs * groups
-        zeros = scales * self.bits // 8 if self.has_zero_points else 0
-        return (
-            inputs * outputs * self.bits // 8
-            + scales * (FLOAT32_BYTES if self.bits == 8 else 2)
-            + zeros
-        )
-
-
-QUANTIZATIONS = dict.fromkeys(("fp8", "int8"), Quantization(8))
-QUANTIZATIONS |= dict.fromkeys(("int4", "gptq", "awq"), Quantization(4, 128, True))
-"""By the name that ``dllm plan --quantization`` has for them."""
-
-
 def weight_bytes(
     config: Any,
     tensor_parallel_size: int,
@@ -533,11 +468,9 @@ def activation_bytes(
         if experts is None or experts.dense_layers
         else 0
     )
-    if (
-        experts is not None
+    if experts is not None:
         # As vLLM's Triton kernels hold it: each of a row's experts has an output of its
         # own.
-    ):
         width = experts.intermediate_size // tp
         shared = experts.shared_intermediate_size // tp
         numbers = max(

@@ -11,7 +11,7 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 
-from dllm_engine.memory import Quantization
+from dllm_engine.model_executor.models.quantization import Quantization
 from dllm_engine.options import EngineOptions
 
 FOUR_BITS = "cpu_gemm_wna16"

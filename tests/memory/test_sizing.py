@@ -13,7 +13,6 @@ from dllm_engine.checkpoints import RELEASED_CONFIGS, load_config
 from dllm_engine.demo import DEMO_GUIDE_DIR
 from dllm_engine.kernels.sampling import filtered_logits, gumbel_max
 from dllm_engine.memory import (
-    QUANTIZATIONS,
     Deployment,
     activation_bytes,
     pages_of_pool,
@@ -21,6 +20,7 @@ from dllm_engine.memory import (
     weight_bytes,
 )
 from dllm_engine.model_executor.loading import hub
+from dllm_engine.model_executor.models.quantization import QUANTIZATIONS
 from dllm_engine.model_executor.token_prediction import TokenPredictor
 from dllm_engine.options import EngineOptions
 from tests.support import tiny_checkpoints
