@@ -79,9 +79,9 @@ class Deployment(BaseModel):
     """
     gpu_memory_utilization: float = Field(default=0.92, gt=0, le=1)
     """Share of the GPU that vLLM may use."""
-    overhead: ByteSize = Field(default="1GiB", validate_default=True)
+    overhead: ByteSize | None = None
     """Memory for everything else: processes, CUDA context, libraries, communication. An
-    assumption.
+    assumption. None: 1GiB per GPU; 2GiB on a CPU, for the three processes of a server.
     """
 
     @field_validator("gpu_memory", "overhead")
@@ -139,6 +139,7 @@ class Sizing(Deployment):
     per GPU, or per process of a CPU.
     """
 
+    overhead: ByteSize
     weight_bytes: int
     guide_weight_bytes: int
     """0 without a guide model."""
@@ -190,7 +191,11 @@ def plan(d: Deployment) -> Sizing:
     # As vLLM chooses: the checkpoint's type, and bfloat16 where that is float32.
     default = stated if stated in ("bfloat16", "float16") else "bfloat16"
     dtype, dtype_bytes = _DTYPES[default if d.dtype == "auto" else d.dtype]
-    settled = {"options": options, "dtype": dtype}
+    on_gpu = d.gpu_memory is not None
+    overhead = d.overhead
+    if overhead is None:
+        overhead = ByteSize((1 if on_gpu else 2) << 30)
+    settled = {"options": options, "dtype": dtype, "overhead": overhead}
     d = d.model_copy(
         update=settled | {"max_model_len": longest, "max_num_batched_tokens": rows}
     )
@@ -198,7 +203,6 @@ def plan(d: Deployment) -> Sizing:
         config, tp, dtype_bytes, d.quantization and QUANTIZATIONS[d.quantization]
     )
     guide_weights = sum(weight_bytes(guide, tp, dtype_bytes) for guide in guides)
-    on_gpu = d.gpu_memory is not None
     activations = max(
         activation_bytes(model, tp, dtype_bytes, rows, on_gpu=on_gpu)
         for model in (config, *guides)
@@ -206,14 +210,14 @@ def plan(d: Deployment) -> Sizing:
     for_pass = options.method.cost.num_bytes(rows, longest)
     room = CPU_PAGE_POOL_BYTES + for_pass
     if d.gpu_memory is not None:
-        taken = weights + guide_weights + activations + d.overhead
+        taken = weights + guide_weights + activations + overhead
         room = int(d.gpu_memory * d.gpu_memory_utilization) - taken
     if d.gpu_memory is not None and room <= for_pass:
         raise ValueError(
             f"--gpu-memory {readable_size(d.gpu_memory)} leaves nothing for pages: "
             f"weights take {readable_size(weights + guide_weights)}, activations "
             f"{readable_size(activations + for_pass)} and overhead "
-            f"{readable_size(d.overhead)}, and vLLM uses "
+            f"{readable_size(overhead)}, and vLLM uses "
             f"{d.gpu_memory_utilization:.0%} of the memory; raise "
             f"--tensor-parallel-size or --gpu-memory, or lower --max-num-batched-tokens"
         )

@@ -96,7 +96,7 @@ def as_text(s: Sizing) -> str:
     pool = ("page pool", s.pool_bytes, note)
     if s.gpu_memory is None:
         per, machine = "MEMORY", "a CPU" if tp == 1 else f"{tp} processes of a CPU"
-        parts += [pool, ("together", s.num_bytes, "what an engine needs")]
+        parts += [pool, ("together", s.num_bytes, "what a server needs")]
     else:
         per = "PER GPU"
         machine = f"{tp} GPU{'s' * (tp > 1)} of {readable_size(s.gpu_memory)}"

@@ -83,5 +83,6 @@ def test_the_smallest_answers_within_the_memory_that_is_planned(tmp_path):
     wait_until(has_ended, 600)
     assert program.returncode == 0, (tmp_path / "log").read_text()
     options = EngineOptions(cache_method="dual")
-    sizing = plan(Deployment(model=str(folder), options=options))
+    one_process = 1 << 30
+    sizing = plan(Deployment(model=str(folder), options=options, overhead=one_process))
     assert sizing.weight_bytes + sizing.pool_bytes < most < sizing.num_bytes

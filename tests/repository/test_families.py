@@ -1,0 +1,38 @@
+"""A model family is a row of the table: other code knows no family by its name."""
+
+import ast
+from pathlib import Path
+
+from dllm_engine.families import FAMILIES
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+FOLDERS = ("dllm_engine", "model_executor", "scheduler", "kernels")
+MAY_NAME = (
+    CHECKOUT / "dllm_engine" / "families",
+    CHECKOUT / "dllm_engine" / "cache_methods",
+)
+"""The table, and methods whose papers have settings for some models."""
+SHARED_TYPES = {"llama", "qwen2"}
+"""Types that the guide's models have."""
+
+
+def test_only_the_table_names_a_family():
+    names = {
+        name
+        for family in FAMILIES.values()
+        for name in (
+            family.model_type,
+            family.architecture,
+            *family.checkpoints,
+            *family.shapes,
+        )
+    } - SHARED_TYPES
+    named = [
+        f"{path.relative_to(CHECKOUT)}:{node.lineno}: {node.value}"
+        for folder in FOLDERS
+        for path in (CHECKOUT / folder).rglob("*.py")
+        if not {*MAY_NAME} & {*path.parents}
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and node.value in names
+    ]
+    assert not named
