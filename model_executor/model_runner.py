@@ -435,10 +435,8 @@ class DiffusionModelRunner:
                 )
             ):
                 return self.last_layout
-        keeps = all(
-            self.options.method.keeps(self.canvases[request_id].spec)
-            for request_id in plans
-        )
+        method = self.options.method
+        keeps = all(method.keeps(self.canvases[each].spec) for each in plans)
         layer_pass_class = self.layer_pass_class if keeps else DensePass
         batch = StepBatch.of(plans, self.canvases, layer_pass_class.positions)
         # There are no pages where the method keeps nothing; its pass does not look at

@@ -216,15 +216,16 @@ def predicts_next(spec: DecodingSpec, progress: Progress) -> bool:
     layout = spec.layout
     if layout.round_length is not None:
         return progress.num_masked == 1
+    if not layout.seeds_blocks or progress.step > 0:
+        return False
     start = layout.span_of(progress.running).start
-    begins = progress.step == 0 and layout.block_start(start) == start
-    return layout.seeds_blocks and begins
+    return layout.block_start(start) == start
 
 
 def unmask_quota(
-    spec: DecodingSpec, progress: Progress, window_alone: bool
+    spec: DecodingSpec, progress: Progress, window: Span, window_alone: bool
 ) -> UnmaskQuota:
-    """Unmask quota of a step: by the family's schedule (LLaDA: uniform, Dream: time
+    """Unmask quota of a step in ``window``: by the family's schedule (LLaDA: uniform, Dream: time
     grid), or ``tokens_per_step``.
 
     ``window_alone``: later steps feed no row before the window. With shifted logits
@@ -233,7 +234,6 @@ def unmask_quota(
     without a cache if there are several blocks), or with several running blocks as
     well.
     """
-    window = spec.layout.span_of(progress.running)
     step = progress.step
     span = progress.span
     begins_masked = step == 0 and not spec.layout.is_given(window.start)
@@ -341,13 +341,14 @@ def step_plan(
     """Plan of a step that does this work. ``window_alone`` as in ``unmask_quota``."""
     state, scope, span, read, adds = work
     span = span if adds else cut(progress, span)
+    window = spec.layout.span_of(progress.running)
     return StepPlan(
         state=state,
         scope=scope,
         span=span,
         max_rows=span.size,
-        window=spec.layout.span_of(progress.running),
-        quota=unmask_quota(spec, progress, window_alone),
+        window=window,
+        quota=unmask_quota(spec, progress, window, window_alone),
         forward=progress.num_denoised,
         post_step=progress.post_steps + 1
         if spec.unmasking.edit_threshold is not None and not progress.num_masked
