@@ -1,6 +1,7 @@
 """``LLM``: vLLM's offline class with the options of diffusion engines as keywords."""
 
 import inspect
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import compress, islice
@@ -126,6 +127,12 @@ class LLM(vllm.LLM):
             # Of vLLM's config classes, which wrap what is raised inside them.
             except ValidationError as error:
                 raise ValueError(explain(error, "argument")) from None
+        defaults = self.model_config.hf_config.family.template_defaults
+        settings = _template_settings(defaults)
+        template = getattr(self._tokenizer, "chat_template", None)
+        # Engines of one process share a tokenizer.
+        if isinstance(template, str) and not template.startswith(settings):
+            self._tokenizer.chat_template = settings + template
 
     def infill(
         self,
@@ -459,3 +466,14 @@ def _are_chats(prompts: Sequence[Any]) -> bool:
 _ARGUMENTS = inspect.signature(LLM.__init__).parameters
 _OPTIONS = [name for name in _ARGUMENTS if name in EngineOptions.model_fields]
 LLM.__doc__ = with_meanings(LLM.__doc__, "Engine options", EngineOptions, _OPTIONS)
+
+
+def _template_settings(defaults: Mapping[str, Any]) -> str:
+    """The beginning of a chat template that sets arguments where a caller leaves them
+    open.
+    """
+    return "".join(
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {json.dumps(value)} %}}"
+        "{%- endif %}"
+        for name, value in defaults.items()
+    )

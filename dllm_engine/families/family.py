@@ -244,6 +244,8 @@ class ModelFamily:
     """Keys that say nothing about what the model computes."""
     turns_parts: bool = False
     """True if RoPE may turn a part of each head only."""
+    template_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments that the authors' code gives chat templates."""
     released_defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Defaults of requests to released checkpoints that only their names tell from
     others.

@@ -316,6 +316,7 @@ A2D_QWEN3 = ModelFamily(
     },
     schedule="rounded",
     mask_token="<|mask|>",
+    template_defaults={"enable_thinking": False},
     kinds={
         "mdlm": {},
         "bd3lm": {
@@ -423,6 +424,7 @@ FAST_DLLM_V2 = replace(
     seeds_blocks=True,
     mask_token="|<MASK>|",
     kinds={},
+    template_defaults={},
     key_names={"block_size": "bd_size"},
     released_defaults={
         name: {"sub_block_length": 8, "threshold": 0.9}

@@ -39,6 +39,10 @@ def extend_app(
         return
     # How tool calls are read must be settled before vLLM makes the objects that answer.
     serve_tool_calls(args, model_config)
+    args.default_chat_template_kwargs = {
+        **model_config.hf_config.family.template_defaults,
+        **(args.default_chat_template_kwargs or {}),
+    }
     # What is added last runs first. vLLM adds its own middleware later: it checks the
     # API key before we read the body.
     app.add_middleware(BodyCheck)

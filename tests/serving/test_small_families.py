@@ -1,0 +1,137 @@
+"""The families of smaller models, and Nemotron's, over every route and with what
+routes take; in this process.
+"""
+
+import json
+
+import pytest
+
+from tests.support import tiny_checkpoints
+from tests.support.byte_level_tokenizers import TALE, train_tokenizer
+from tests.support.http_app import served
+
+FAMILIES = {
+    "a2d": {},
+    "a2d_bd3lm": {},
+    "open_dcoder": {},
+    "fast_dllm_v2": {},
+    "nemotron_labs": {},
+    "nemotron_labs, autoregressive": {"decoding": "autoregressive"},
+    "nemotron_labs, self-speculation": {"decoding": "self_speculation"},
+}
+"""Checkpoints, and request options."""
+TEMPLATE = (
+    "{% for message in messages %}{{ message.content }}{% endfor %}"
+    "{% if enable_thinking is defined and enable_thinking is false %}Hush.{% endif %}"
+)
+CHAT = [{"role": "user", "content": "There once was"}]
+DIGITS = {"structured_outputs": {"regex": "[0-9]{3}"}}
+
+
+@pytest.fixture(scope="module")
+def small(engines, tmp_path_factory):
+    """``small(name)``: an engine of a family, and a client of its server."""
+
+    def start(name):
+        family = name.partition(",")[0]
+        folder = tmp_path_factory.getbasetemp() / f"small-{family}"
+        if not folder.exists():
+            tokenizer = train_tokenizer(TALE, 400, "<|end|>")
+            tokenizer.chat_template = TEMPLATE
+            tiny_checkpoints.write(family, folder, vocab_size=420)
+            tokenizer.save_pretrained(folder)
+        llm = engines(folder, skip_tokenizer_init=False)
+        return llm, served(llm, "--served-model-name", "m", "--enable-scale-out")
+
+    return start
+
+
+def ask(client, route, **body):
+    answer = client.post(route, json={"model": "m", **body})
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_route_answers(small, name):
+    _, client = small(name)
+    options = {"vllm_xargs": FAMILIES[name], "max_tokens": 8}
+
+    text = ask(client, "/v1/completions", prompt="There once", **options)
+    chat = ask(client, "/v1/chat/completions", messages=CHAT, logprobs=True, **options)
+    (choice,) = chat.json()["choices"]
+    stream = ask(
+        client, "/v1/chat/completions", messages=CHAT, stream=True, **options
+    ).text
+    chunks = [
+        json.loads(line.removeprefix("data: "))
+        for line in stream.splitlines()
+        if line.startswith("data: {")
+    ]
+    streamed = "".join(
+        chunk["choices"][0]["delta"].get("content") or ""
+        for chunk in chunks
+        if chunk["choices"]
+    )
+
+    assert text.json()["usage"]["completion_tokens"] <= 8
+    assert (
+        len(choice["logprobs"]["content"]) == chat.json()["usage"]["completion_tokens"]
+    )
+    assert streamed == choice["message"]["content"]
+    ask(client, "/v1/responses", input="There once was", max_output_tokens=8)
+    ask(client, "/v1/messages", messages=CHAT, max_tokens=8)
+    ask(client, "/tokenize", messages=CHAT)
+    ask(
+        client,
+        "/inference/v1/generate",
+        token_ids=[5, 6],
+        sampling_params={"max_tokens": 4},
+    )
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_structured_output(small, name):
+    _, client = small(name)
+    body = {"model": "m", "messages": CHAT, "max_tokens": 8, **DIGITS}
+    answer = client.post(
+        "/v1/chat/completions", json=body | {"vllm_xargs": FAMILIES[name]}
+    )
+    if "speculation" in name:
+        assert answer.status_code == 400
+        assert "decoding='self_speculation'" in answer.text
+    else:
+        content = answer.json()["choices"][0]["message"]["content"]
+        assert len(content) == 3
+        assert content.isdecimal()
+
+
+@pytest.mark.parametrize("name", ["a2d", "a2d_bd3lm", "open_dcoder", "fast_dllm_v2"])
+def test_filling_in_where_attention_reaches_what_follows(small, name):
+    _, client = small(name)
+    body = {"model": "m", "prompt": "There", "suffix": "was", "max_tokens": 4}
+    answer = client.post("/v1/completions", json=body)
+    sees_all = name in ("a2d", "open_dcoder")
+    assert answer.status_code == (200 if sees_all else 400), answer.text
+    assert sees_all or "attention of" in answer.text
+
+
+@pytest.mark.parametrize("name", ["a2d", "a2d_bd3lm", "nemotron_labs"])
+def test_templates_get_the_arguments_of_the_authors_code(small, name):
+    """Both of LLM and over HTTP: a2d does not think unless it is asked to."""
+    llm, client = small(name)
+    tokenizer = llm.get_tokenizer()
+
+    def prompts(thinking):
+        fields = {} if thinking is None else {"enable_thinking": thinking}
+        rendered = llm.chat(CHAT, chat_template_kwargs=fields, use_tqdm=False)[
+            0
+        ].prompt_token_ids
+        body = {"messages": CHAT, "chat_template_kwargs": fields}
+        served_tokens = ask(client, "/tokenize", **body).json()["tokens"]
+        return {tokenizer.decode(tokens) for tokens in (rendered, served_tokens)}
+
+    hushed = {"There once wasHush."}
+    assert prompts(None) == (hushed if "a2d" in name else {"There once was"})
+    assert prompts(True) == {"There once was"}
+    assert prompts(False) == hushed
