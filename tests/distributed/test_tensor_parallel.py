@@ -113,6 +113,19 @@ BLOCK_RULES: list[dict[str, Any]] = [
     {"temperature": 1.0, "seed": 7, "top_p": 0.9},
     {"threshold": 0.2, "extra_args": {"constraint": CONSTRAINT.packed}},
 ]
+SHORT = {"max_model_len": 256}
+DRAFTS = SHORT | {
+    "cache_method": "block",
+    "cache_options": {"draft_lora": "linear_spec_lora"},
+}
+MODES: list[dict[str, Any]] = [
+    {},
+    {"decoding": "autoregressive", "block_length": None},
+    {"decoding": "self_speculation"},
+    {"decoding": "self_speculation", "temperature": 1.0, "seed": 7},
+]
+SEEDED = ("fast-dllm v2", "nemotron")
+"""Cases of models that decide nothing."""
 CASES: dict[str, Any] = {
     **{
         f"none {model}": (model, {}, [{}, {"steps": 9}, *SAMPLED, *BIASED], ORDER)
@@ -168,6 +181,15 @@ CASES: dict[str, Any] = {
         ORDER,
     ),
     "experts sdar": ("tiny_sdar_moe", {"max_model_len": 256}, BLOCK_RULES[:3], ORDER),
+    "a2d": ("tiny_a2d", {"cache_method": "dual"} | SHORT, RULES[:3], ORDER),
+    "open-dcoder": ("tiny_open_dcoder", SHORT, [{}, {"unmasking": "p2"}], ORDER),
+    "fast-dllm v2": (
+        "tiny_fast_dllm_v2",
+        {"cache_method": "block", "cache_options": {"sub_block_cache": True}} | SHORT,
+        [{"sub_block_length": 4, "threshold": 0.2}, {"sub_block_length": 2}],
+        CHOSEN,
+    ),
+    "nemotron": ("nemotron-labs-diffusion-spec-tiny-a", DRAFTS, MODES, CHOSEN),
     # Every rank plans the steps after the first by itself.
     "steps per dispatch": (
         "llada-tiny-a",
@@ -199,16 +221,17 @@ def check_two_ranks(engines, checkpoint_of, case, backend="mp"):
     prompts = [*islice(cycle(prompts), max(len(prompts), len(rules), 4))]
     asked: dict[str, Any] = {"gen_length": 20, "block_length": 8, "ignore_eos": True}
     params = [
-        DiffusionParams(**asked, **rules[i % len(rules)]) for i in range(len(prompts))
+        DiffusionParams(**asked | rules[i % len(rules)]) for i in range(len(prompts))
     ]
     rng = random.Random(case)
     decisions = [
         DiffusionParams(**decision_params(random_decision(rng)[0], passes=passes))
-        for passes in (1, 1, 2, 2)
+        for passes in ((1, 1, 2, 2) if case not in SEEDED else ())
     ]
+    deciding = prompts[: len(decisions)]
     with two_ranks(checkpoint, backend=backend, **engine) as sharded:
         decided = [
-            output.outputs[0] for output in generate(sharded, prompts[:4], decisions)
+            output.outputs[0] for output in generate(sharded, deciding, decisions)
         ]
         pages = watch_pages(sharded)
         answers = generate(sharded, prompts, params)
@@ -218,7 +241,7 @@ def check_two_ranks(engines, checkpoint_of, case, backend="mp"):
     assert_alike(answers, generate(alone, prompts, params), *figures)
     assert_same_decisions(
         decided,
-        [output.outputs[0] for output in generate(alone, prompts[:4], decisions)],
+        [output.outputs[0] for output in generate(alone, deciding, decisions)],
     )
     assert_alike(again, answers)
     if case.startswith("maskkv"):
