@@ -30,7 +30,6 @@ class CursorRequest:
     """Most tokens."""
     stops: Sequence[str] = ()
     num_choices: int = 1
-    stream: bool = False
     model: str | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
     """Fields of ``/v1/completions``."""
@@ -70,12 +69,14 @@ class Answer:
     id: str
     model: str
     events: AsyncGenerator[str, None] | None = None
-    """None: there is nothing to wait for."""
+    known: str = ""
+    """The text, if there are no events."""
     usage: dict[str, int] = field(default_factory=dict)
 
     async def parts(self) -> AsyncGenerator[Part, None]:
         """Raises ``HTTPException`` for what ends the answer with an error."""
         if self.events is None:
+            yield Part(0, self.known, "stop", int(time.time()))
             return
         async with aclosing(self.events) as events:
             async for event in events:
@@ -126,12 +127,6 @@ async def ask(request: CursorRequest, state: Any, request_id: str) -> Answer:
         raise HTTPException(created.error.code, created.error.message)
     model = request.model or state.openai_serving_models.model_name()
     return Answer(request_id, model, created)
-
-
-def nothing_asked(request: CursorRequest, state: Any) -> tuple[Answer, list[Choice]]:
-    """The answer to a request for no token."""
-    model = request.model or state.openai_serving_models.model_name()
-    return Answer("", model), [Choice("", "length")]
 
 
 async def whole(answer: Answer, limit_ms: float | None = None) -> list[Choice]:

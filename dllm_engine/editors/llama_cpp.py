@@ -41,7 +41,6 @@ class LlamaBody(BaseModel):
             budget=self.n_predict,
             stops=stops or (),
             num_choices=self.n_cmpl or 1,
-            stream=bool(self.stream),
             model=self.model,
             sampling={
                 "temperature": self.temperature,
@@ -62,7 +61,9 @@ class InfillBody(LlamaBody):
     prompt: str | None = None
     """The begin of the cursor's line, which is not in ``input_prefix``."""
 
-    def request(self) -> CursorRequest:
+    def request(self) -> CursorRequest | str:
+        if self.n_predict == 0:  # to have the texts read, which nothing is kept of
+            return ""
         return self._request(
             self.input_prefix + (self.prompt or ""),
             self.input_suffix,

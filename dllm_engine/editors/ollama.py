@@ -35,18 +35,21 @@ class GenerateBody(BaseModel):
     stream: bool | None = True
     options: OllamaOptions | None = None
 
-    def request(self) -> CursorRequest:
-        """``raw`` prompts have markers, if they are for a cursor."""
+    def request(self) -> CursorRequest | str:
+        """``raw`` prompts have markers, if they are for a cursor. Without a prompt, the
+        model is to be loaded, which it is.
+        """
+        if not self.prompt:
+            return ""
         chosen = self.options or OllamaOptions()
         stops = [chosen.stop] if isinstance(chosen.stop, str) else chosen.stop
         seed = None if chosen.seed is None or chosen.seed < 0 else chosen.seed
         budget = chosen.num_predict
         return CursorRequest(
-            self.prompt or "",
+            self.prompt,
             None if self.raw or self.suffix is None else self.suffix,
             budget=None if budget is None or budget < 1 else budget,
             stops=stops or (),
-            stream=self.stream is not False,
             model=model_name(self.model),
             sampling={
                 "temperature": chosen.temperature,
@@ -69,8 +72,10 @@ class OllamaForm:
 
     media_type = "application/x-ndjson"
 
-    def __init__(self) -> None:
+    def __init__(self, body: GenerateBody | None) -> None:
+        """``body``: of the request; None where it cannot be read."""
         self._begin = time.monotonic_ns()
+        self._loads = body is not None and not body.prompt
         self._reason = "stop"
 
     def whole(self, answer: Answer, choices: list[Choice], created: int) -> Any:
@@ -84,7 +89,7 @@ class OllamaForm:
             "created_at": _now(),
             "response": text,
             "done": True,
-            "done_reason": self._reason,
+            "done_reason": "load" if self._loads else self._reason,
             "context": [],
             "total_duration": duration,
             "load_duration": 0,
@@ -113,17 +118,6 @@ class OllamaForm:
 
     def error_event(self, status: int, message: str) -> str:
         return _line(self.error(status, message))
-
-
-def loaded(model: str) -> dict[str, Any]:
-    """The answer to a request without a prompt."""
-    return {
-        "model": model,
-        "created_at": _now(),
-        "response": "",
-        "done": True,
-        "done_reason": "load",
-    }
 
 
 def model_name(name: str) -> str:

@@ -33,7 +33,6 @@ class FimBody(BaseModel):
             budget=self.max_tokens,
             stops=stops or (),
             num_choices=self.n or 1,
-            stream=bool(self.stream),
             model=self.model,
             sampling={
                 "temperature": self.temperature,

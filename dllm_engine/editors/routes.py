@@ -15,14 +15,13 @@ from vllm.entrypoints.serve.exception_handling.error_response import (
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
 from vllm.utils import random_uuid
 
-from dllm_engine.editors import llama_cpp, ollama
+from dllm_engine.editors import inception, llama_cpp, ollama
 from dllm_engine.editors.cursor import (
     Answer,
     Choice,
     CursorRequest,
     Part,
     ask,
-    nothing_asked,
     whole,
 )
 from dllm_engine.editors.openai_forms import FimBody, FimForm
@@ -46,7 +45,8 @@ class Route(NamedTuple):
     """A route that completes at a cursor."""
 
     body: Any
-    """Class of the body, with a method ``request``."""
+    """Class of the body. Its method ``request`` returns a ``CursorRequest``, or the text
+    of an answer that no model is asked for."""
     form: Callable[[Any], Form]
     """The form of the answer to a body; None: to one that cannot be read."""
 
@@ -55,10 +55,16 @@ ROUTES: dict[str, Route] = {
     "/v1/fim/completions": Route(FimBody, lambda body: FimForm()),
     "/infill": Route(llama_cpp.InfillBody, llama_cpp.LlamaForm),
     "/completion": Route(llama_cpp.CompletionBody, llama_cpp.LlamaForm),
-    "/api/generate": Route(ollama.GenerateBody, lambda body: ollama.OllamaForm()),
+    "/api/generate": Route(ollama.GenerateBody, ollama.OllamaForm),
+    "/v1/edit/completions": Route(inception.EditBody, inception.EditForm),
+    "/v1/apply/completions": Route(
+        inception.ApplyBody, lambda body: inception.ChatForm()
+    ),
 }
 """Routes that are asked for completions."""
 SHOW = "/api/show"
+LISTS = ("fim", "edit", "chat")
+"""Kinds of completions of which Inception's client lists the models."""
 OWN_BODIES = (*ROUTES, SHOW)
 """Routes whose bodies have fields of their own."""
 GUARDED = ("/infill", "/completion", "/props", "/api/")
@@ -105,6 +111,14 @@ def add_routes(app: Any) -> None:
             ollama.shown(family, config.max_model_len, fills_in=fills_in)
         )
 
+    async def list_models(raw_request: Request) -> JSONResponse:
+        config, models = _served(raw_request)
+        created = int(time.time())
+        return JSONResponse(inception.models(models, config.max_model_len, created))
+
+    for kind in LISTS:
+        path = f"/v1/{kind}/completions/models"
+        app.add_api_route(path, list_models, methods=["GET"])
     app.add_api_route("/props", show_props, methods=["GET"])
     app.add_api_route("/api/version", show_version, methods=["GET"])
     app.add_api_route("/api/tags", show_tags, methods=["GET"])
@@ -124,9 +138,7 @@ def _handler(route: Route) -> Callable[..., Any]:
         try:
             read = _parsed(body, route.body)
             form = route.form(read)
-            if isinstance(read, ollama.GenerateBody) and not read.prompt:
-                return JSONResponse(ollama.loaded(read.model))
-            return await _answered(read.request(), read, form, raw_request)
+            return await _answered(read, form, raw_request)
         except Exception as error:
             status, message = _failure(error)
             return JSONResponse(form.error(status, message), status)
@@ -156,16 +168,14 @@ def _failure(error: Exception) -> tuple[int, str]:
     return failure.code, failure.message
 
 
-async def _answered(
-    request: CursorRequest, body: Any, form: Form, raw_request: Request
-) -> Response:
-    state = raw_request.app.state
-    if request.budget == 0:  # to have the texts read, which is nothing to be kept
-        return JSONResponse(
-            form.whole(*nothing_asked(request, state), int(time.time()))
-        )
-    answer = await ask(request, state, f"fim-{random_uuid()}")
-    if request.stream:
+async def _answered(body: Any, form: Form, raw_request: Request) -> Response:
+    state, request = raw_request.app.state, body.request()
+    if isinstance(request, CursorRequest):
+        answer = await ask(request, state, f"fim-{random_uuid()}")
+    else:
+        model = body.model or state.openai_serving_models.model_name()
+        answer = Answer(f"fim-{random_uuid()}", model, known=request)
+    if body.stream:
         return StreamingResponse(_events(answer, form), media_type=form.media_type)
     limit = getattr(body, "t_max_predict_ms", None)
     choices = await whole(answer, limit)
@@ -176,7 +186,8 @@ async def _events(answer: Answer, form: Form) -> AsyncGenerator[str, None]:
     async with aclosing(answer.parts()) as parts:
         try:
             async for part in parts:
-                yield form.event(answer, part)
+                if event := form.event(answer, part):
+                    yield event
         except HTTPException as error:
             yield form.error_event(error.status_code, str(error.detail))
             return

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from dllm_engine.editors.merging import merged
 from tests.editors.test_completions import MARKED, PREFIX, SUFFIX, WANTED
 from tests.support.engines import assert_nothing_left
 from tests.support.http_app import chunks_of, served
@@ -92,8 +93,8 @@ def test_ollama(client):
         assert (last["done"], last["done_reason"]) == (True, "stop")
     whole = client.post("/api/generate", json=GENERATE | {"stream": False}).json()
     assert (whole["response"], whole["eval_count"]) == (WANTED, 4)
-    loaded = client.post("/api/generate", json={"model": "demo"}).json()
-    assert loaded["done_reason"] == "load"
+    loaded = client.post("/api/generate", json={"model": "demo", "stream": False})
+    assert loaded.json()["done_reason"] == "load"
     shown = client.post("/api/show", json={"name": "demo"}).json()
     assert ".Suffix" in shown["template"]
     assert {"completion", "insert"} == {*shown["capabilities"]}
@@ -101,6 +102,73 @@ def test_ollama(client):
     (model,) = client.get("/api/tags").json()["models"]
     assert model["name"] == "demo"
     assert client.get("/api/version").json()["version"] >= "0.6.4"
+
+
+EDITED = " Tom=48, Ida=07, Max=31"
+
+
+@pytest.mark.parametrize(
+    ("rest", "wanted"), [(", Max", f"```\n{EDITED}\n```"), (" Ida=07, Max=31", "None")]
+)
+def test_an_edit_changes_the_rest_of_the_cursors_line(client, rest, wanted):
+    region = f"<|code_to_edit|>{PREFIX[-8:]}<|cursor|>{rest}<|/code_to_edit|>"
+    content = f"{PREFIX[:-8]}{region}<|/current_file_content|>"
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 32}
+    answer = client.post("/v1/edit/completions", json=body).json()
+    assert answer["object"] == "edit.completion"
+    assert answer["choices"][0]["message"]["content"] == wanted
+    (chunk,) = chunks_of(client.post("/v1/edit/completions", json=body | {"stream": 1}))
+    assert chunk["choices"][0]["delta"]["content"] == wanted
+    body["messages"][0]["content"] = PREFIX
+    answer = client.post("/v1/edit/completions", json=body)
+    assert "code_to_edit" in message_of(answer)
+
+
+def test_an_application_copies_what_it_keeps(client):
+    snippet = "def b():\n    return 3\n\n# ... existing code ..."
+    content = (
+        f"<|original_code|>\n{FILE}\n<|/original_code|>\n\n"
+        f"<|update_snippet|>\n# ... existing code ...\n{snippet}\n<|/update_snippet|>"
+    )
+    body = {"messages": [{"role": "user", "content": content}]}
+    wanted = FILE.replace("return 2", "return 3")
+    answer = client.post("/v1/apply/completions", json=body).json()
+    assert answer["choices"][0]["message"]["content"] == wanted
+    (chunk,) = chunks_of(
+        client.post("/v1/apply/completions", json=body | {"stream": 1})
+    )
+    assert chunk["choices"][0]["delta"]["content"] == wanted
+
+
+FILE = "import os\n\ndef a():\n    return 1\n\ndef b():\n    return 2\n\ndef c():\n    return a"
+KEPT = "# ... existing code ..."
+
+
+@pytest.mark.parametrize(
+    ("snippet", "wanted"),
+    [
+        ("x = 1", "x = 1"),
+        (
+            f"import sys\nimport os\n{KEPT}",
+            FILE.replace("import", "import sys\nimport", 1),
+        ),
+        (f"{KEPT}\ndef c():\n    return b", FILE.replace("return a", "return b")),
+        (f"{KEPT}\nimport os\n{KEPT}", FILE),
+    ],
+)
+def test_snippets_are_placed_by_the_lines_that_they_share(snippet, wanted):
+    assert merged(FILE, snippet) == wanted
+
+
+def test_a_snippet_without_a_line_of_the_file_is_refused():
+    with pytest.raises(ValueError, match="shares no line"):
+        merged(FILE, f"{KEPT}\nnew()\n{KEPT}")
+
+
+def test_inceptions_client_lists_models(client):
+    for kind in ("fim", "edit", "chat"):
+        (model,) = client.get(f"/v1/{kind}/completions/models").json()["data"]
+        assert model["id"] == "demo"
 
 
 def message_of(answer):

@@ -1,0 +1,180 @@
+"""``/v1/edit/completions`` and ``/v1/apply/completions``, as clients of Inception's
+models ask and read.
+
+What is not at the cursor cannot change: it is given. An edit fills in the rest of the
+cursor's line, and an application copies the lines of the file that it keeps.
+"""
+
+import json
+import re
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from dllm_engine.editors.cursor import Answer, Choice, CursorRequest, Part
+from dllm_engine.editors.merging import merged
+from dllm_engine.editors.openai_forms import FimForm
+from dllm_engine.request_options.errors import InvalidRequestError
+
+NO_CHANGE = "None"
+"""What clients read as: the region needs no edit."""
+_REGION = re.compile(
+    r"<\|code_to_edit\|>\n?(?P<region>.*?)\n?<\|/code_to_edit\|>", re.DOTALL
+)
+_CURSOR = "<|cursor|>"
+_FILE_END = "<|/current_file_content|>"
+_APPLIED = (
+    (r"<\|original_code\|>", r"<\|/original_code\|>"),
+    (r"<\|update_snippet\|>", r"<\|/update_snippet\|>"),
+)
+_TAGS = (("<code>", "</code>"), ("<update>", "</update>"))
+"""Of Relace and Morph."""
+
+
+class Message(BaseModel):
+    """A message of a chat."""
+
+    role: str
+    content: str
+
+
+class ChatBody(BaseModel):
+    """What both routes take. Fields that are not here are ignored."""
+
+    messages: list[Message] = Field(min_length=1)
+    model: str | None = None
+    max_tokens: int | None = Field(default=None, ge=-1)
+    temperature: float | None = None
+    top_p: float | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = False
+
+    @property
+    def content(self) -> str:
+        """The last message, which has the tags."""
+        return self.messages[-1].content
+
+
+class EditBody(ChatBody):
+    """The body of an edit: a region with a cursor, and the text around it."""
+
+    def parts(self) -> tuple[str, str, str, str]:
+        """The region up to the cursor, the rest of its line, the region behind that,
+        and the text before the region.
+        """
+        match = _REGION.search(self.content)
+        if match is None:
+            raise InvalidRequestError(
+                "the last message has no <|code_to_edit|> … <|/code_to_edit|>; put "
+                "them around the region"
+            )
+        region = match["region"]
+        before, cursor, behind = region.partition(_CURSOR)
+        if not cursor:
+            raise InvalidRequestError(
+                f"the region has no {_CURSOR}; put it where the edit begins"
+            )
+        rest, line_end, following = behind.partition("\n")
+        return before, rest, line_end + following, self.content[: match.start()]
+
+    def request(self) -> CursorRequest:
+        before, _, behind, prefix = self.parts()
+        match = _REGION.search(self.content)
+        assert match is not None
+        after = self.content[match.end() :].partition(_FILE_END)[0]
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop
+        return CursorRequest(
+            prefix + before,
+            (behind + after) or "\n",
+            budget=self.max_tokens,
+            stops=["\n", *(stops or ())],
+            model=self.model,
+            sampling={"temperature": self.temperature, "top_p": self.top_p},
+        )
+
+
+class ApplyBody(ChatBody):
+    """The body of an application: a file, and a snippet that says how it changes."""
+
+    def request(self) -> str:
+        """The changed file."""
+        for tags in (_APPLIED, _TAGS):
+            texts = [
+                re.search(rf"{begin}\n?(.*?)\n?{end}", self.content, re.DOTALL)
+                for begin, end in tags
+            ]
+            if texts[0] is not None and texts[1] is not None:
+                return merged(texts[0][1], texts[1][1])
+        raise InvalidRequestError(
+            "the last message has no <|original_code|> … <|/original_code|> and "
+            "<|update_snippet|> … <|/update_snippet|>; put them around file and snippet"
+        )
+
+
+class ChatForm(FimForm):
+    """A message of a chat that is complete at once."""
+
+    kind = "chat.completion"
+
+    def whole(self, answer: Answer, choices: list[Choice], created: int) -> Any:
+        texts = [
+            Choice(self.content(choice.text), choice.finish_reason)
+            for choice in choices
+        ]
+        return {**super().whole(answer, texts, created), "object": self.kind}
+
+    def content(self, text: str) -> str:
+        """The message for what was filled in."""
+        return text
+
+
+class EditForm(ChatForm):
+    """The edited region in a fence, which clients cut it out of."""
+
+    kind = "edit.completion"
+
+    def __init__(self, body: EditBody | None) -> None:
+        """``body``: of the request; None where it cannot be read."""
+        self._body = body
+        self._text = ""
+
+    def content(self, text: str) -> str:
+        if self._body is None:
+            return text
+        before, rest, behind, _ = self._body.parts()
+        if text.rstrip() == rest.rstrip():
+            return NO_CHANGE
+        return f"```\n{before}{text}{behind}\n```"
+
+    def event(self, answer: Answer, part: Part) -> str:
+        """Nothing until the whole line is there."""
+        self._text += part.text
+        return ""
+
+    def end(self, answer: Answer) -> str:
+        content = self.content(self._text)
+        delta = {"role": "assistant", "content": content}
+        choice = {"index": 0, "delta": delta, "finish_reason": "stop"}
+        chunk = {
+            "id": answer.id,
+            "object": "chat.completion.chunk",
+            "model": answer.model,
+            "choices": [choice],
+        }
+        return f"data: {json.dumps(chunk)}\n\n{self.last}"
+
+
+def models(names: list[str], context_length: int, created: int) -> dict[str, Any]:
+    """The answer of the lists of models."""
+    listed = [
+        {
+            "id": name,
+            "name": name,
+            "object": "model",
+            "created": created,
+            "context_length": context_length,
+            "max_output_length": context_length,
+        }
+        for name in names
+    ]
+    return {"object": "list", "data": listed}
