@@ -61,7 +61,8 @@ def _place(part: list[str], lines: list[str], position: int) -> tuple[int, int]:
     places = {}
     for place in range(len(lines) - 1, position - 1, -1):
         places[lines[place].rstrip()] = place
-    begin, end = None, position
+    begin: int | None = None
+    end = position
     for line in part:
         place = places.get(line.rstrip()) if line.strip() else None
         if place is not None and place >= end:
