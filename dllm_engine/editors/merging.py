@@ -66,7 +66,8 @@ def _place(part: list[str], lines: list[str], position: int) -> tuple[int, int]:
     for line in part:
         place = places.get(line.rstrip()) if line.strip() else None
         if place is not None and place >= end:
-            begin, end = place if begin is None else begin, place + 1
+            begin = place if begin is None else begin
+            end = place + 1
         elif begin is not None and end < len(lines) and _is_like(line, lines[end]):
             end += 1
     if begin is None:
