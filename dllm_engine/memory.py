@@ -292,7 +292,7 @@ def request_demand(
     spec = resolve_decoding(params, d.prompt, config, with_defaults)
     for_pass = method.cost.num_bytes(d.max_num_batched_tokens, d.max_model_len)
     num_pages = pages_of_pool(room - for_pass, page_bytes)
-    page_demand = PageDemand(method, geometry)
+    page_demand = PageDemand(method, geometry, options.share_prompts)
     pages = page_demand.most(spec)
     longest = page_demand.longest(
         options.cache, config.family.longest_canvas(d.max_model_len)

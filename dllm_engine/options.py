@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from dllm_engine.cache_methods import CACHE_METHODS, DEFAULT_METHODS, methods_for
 from dllm_engine.cache_methods.base import CacheMethod
+from dllm_engine.decoding.canvas_layout import CanvasLayout
 from dllm_engine.decoding.page_layout import GuideShape, PoolGeometry, head_dim_of
 from dllm_engine.decoding.spec import CacheOptions
 from dllm_engine.demo import DEMO_GUIDE_DIR, DEMO_MODEL
@@ -66,6 +67,9 @@ class EngineOptions(BaseModel):
     """Limits how often a long request refreshes while short ones run: rows of its FULL
     and UPDATE steps per row that requests of at most a quarter of its length compute in
     the meantime. None: no limit."""
+    share_prompts: bool = False
+    """Compute the beginning of a prompt once for all requests that begin so, if the
+    model attends to the whole canvas: an approximation (see Shared prompts in docs/methods.md)."""
     steps_per_dispatch: int = Field(default=8, ge=1)
     """Denoising steps that workers run before they return to the scheduler, while no
     request waits and no block is complete."""
@@ -142,6 +146,7 @@ class EngineOptions(BaseModel):
             )
         if family.attention != "full":
             for option, ignored in {
+                "share_prompts": False,
                 "guide_model": None,
                 "dense_attention": AUTO,
             }.items():
@@ -152,10 +157,45 @@ class EngineOptions(BaseModel):
                     )
         chosen = {} if isinstance(self.cache_options, str) else self.cache_options
         _, settings = CACHE_METHODS[name].settings_for(model, family)
-        return self.parse(
+        options = self.parse(
             self.model_dump()
             | {"cache_method": name, "cache_options": {**settings, **chosen}}
         )
+        options._check_sharing()
+        return options
+
+    def _check_sharing(self) -> None:
+        """Raise ``ValueError`` where prompts cannot be shared."""
+        if not self.share_prompts:
+            return
+        suited = [name for name in CACHE_METHODS if CACHE_METHODS[name].shares_prompts]
+        if self.cache_method not in suited:
+            raise ValueError(
+                f"share_prompts=True is not supported with "
+                f"cache_method={self.cache_method!r}; choose {', '.join(suited)}, or "
+                f"leave share_prompts unset"
+            )
+        against = [
+            f"{option}={value!r}"
+            for option in ("guide_model", "batch_invariant")
+            if (value := getattr(self, option))
+        ]
+        if self.cache.unshared is not None:
+            against.append(self.cache.unshared)
+        if against:
+            raise ValueError(
+                f"share_prompts=True is not supported with {', '.join(against)}; leave "
+                f"one of them unset"
+            )
+
+    def num_sharable(self, layout: CanvasLayout) -> int | None:
+        """Tokens of a prompt that requests share: whole pages, without the row that
+        predicts the first token of the response.
+        """
+        if not self.share_prompts:
+            return None
+        num_tokens = layout.prompt_length - layout.shifts_logits
+        return num_tokens // self.page_size * self.page_size
 
     def on_device(self, device_type: str, enforce_eager: bool) -> "EngineOptions":
         """The options with ``cuda_graphs`` settled; raises ``ValueError`` where graphs
@@ -223,7 +263,11 @@ class EngineOptions(BaseModel):
 
     @property
     def uses_pages(self) -> bool:
-        return self.method.pages is not None or self.guide_model is not None
+        return (
+            self.method.pages is not None
+            or self.guide_model is not None
+            or self.share_prompts
+        )
 
     @cached_property
     def cache(self) -> CacheOptions:

@@ -54,11 +54,11 @@ from dllm_engine.model_executor.page_memory import (
     page_table,
 )
 from dllm_engine.model_executor.passes.base import (
-    DensePass,
     LayerPass,
     Repeats,
     Results,
 )
+from dllm_engine.model_executor.passes.paged import WholePass
 from dllm_engine.model_executor.rank import Rank
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.step_report import Reporter, StepsRun
@@ -190,7 +190,7 @@ class DiffusionModelRunner:
         longest = self.model_config.hf_config.family.longest_canvas(
             self.model_config.max_model_len
         )
-        demand = PageDemand(self.options.method, geometry)
+        demand = PageDemand(self.options.method, geometry, self.options.share_prompts)
         spec = PagePoolSpec(
             block_size=geometry.page_size,
             num_kv_heads=geometry.num_kv_heads,
@@ -437,7 +437,7 @@ class DiffusionModelRunner:
                 return self.last_layout
         method = self.options.method
         keeps = all(method.keeps(self.canvases[each].spec) for each in plans)
-        layer_pass_class = self.layer_pass_class if keeps else DensePass
+        layer_pass_class = self.layer_pass_class if keeps else WholePass
         batch = StepBatch.of(plans, self.canvases, layer_pass_class.positions)
         # There are no pages where the method keeps nothing; its pass does not look at
         # them.

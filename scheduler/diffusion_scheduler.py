@@ -89,9 +89,8 @@ class DiffusionScheduler(SchedulerInterface):
             hf_config, vllm_config.parallel_config.tensor_parallel_size
         )
         shares_prefixes = (
-            self.method.keeps_for_good
-            and vllm_config.cache_config.enable_prefix_caching
-        )
+            self.method.keeps_for_good or self.options.share_prompts
+        ) and vllm_config.cache_config.enable_prefix_caching
         self.pages = PagePool(
             kv_cache_config.num_blocks, hash_block_size, shares=shares_prefixes
         )
@@ -180,7 +179,7 @@ class DiffusionScheduler(SchedulerInterface):
         del self.states[request.request_id]
         if self.log_stats:  # else nobody empties its lists
             self.stats.add_ended(state.progress)
-        self.pages.free(request.request_id)
+        self.tables.give_back(state)
         self.refreshes.forget(request.request_id)
         self.finished_req_ids.add(request.request_id)
         self.outputs.end(request)

@@ -25,10 +25,11 @@ def prefix_keys(
 ) -> list[BlockHash]:
     """Keys of these pages of a text, as far as vLLM's hashes of its pages tell. What a
     page holds depends on all tokens up to the end of the last block that it touches,
-    and on where blocks begin."""
+    and on where blocks begin. With full attention it depends on all that follows, too,
+    which requests that share prompts do not ask."""
     keys = []
     length, lead = layout.attended_length, layout.lead
-    if layout.attention == "causal":
+    if layout.attention != "block_causal":
         length, lead = 1, 0
     for page in pages:
         block_end = layout.final_stop((page + 1) * page_size - 1)
@@ -125,9 +126,11 @@ class PagePool:
         self._reserved[request_id] += max(more, 0)
         return True
 
-    def add_keys(self, request_id: str, keys: Sequence[BlockHash]) -> None:
-        """Let others find the next pages of each table of a request, which are filled
-        for good.
+    def add_keys(
+        self, request_id: str, keys: Sequence[BlockHash], num_tables: int
+    ) -> None:
+        """Let others find the next pages of the first tables of a request, which are
+        filled for good.
         """
         before = self.num_keyed[request_id]
         after = before + len(keys)
@@ -136,7 +139,7 @@ class PagePool:
         request = cast(
             Request, SimpleNamespace(block_hashes=[BlockHash(b"")] * before + [*keys])
         )
-        for number, table in enumerate(self._tables[request_id]):
+        for number, table in enumerate(self._tables[request_id][:num_tables]):
             self._blocks.cache_full_blocks(request, table, before, after, size, number)
         self.num_keyed[request_id] = after
 

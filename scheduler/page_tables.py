@@ -2,6 +2,7 @@
 
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.metrics.stats import PrefixCacheStats
+from vllm.v1.request import RequestStatus
 
 from dllm_engine.cache_methods.base import CacheMethod
 from dllm_engine.cache_methods.page_demand import PageDemand
@@ -58,12 +59,13 @@ class PageTables:
         if not state.request.skip_reading_prefix_cache:
             # A seed is predicted by a row, so the last one is computed.
             unseeded = state.request.num_tokens - state.spec.layout.seeds_blocks
-            keys = self._new_keys(state, unseeded)
+            keys = self._new_keys(state, self._num_final(state, unseeded))
         shared = self.pages.find(keys, self.geometry.num_layers)
         num_shared = len(shared[0]) if shared else 0
         if self._being_filled.intersection(keys[num_shared : num_shared + 1]):
             return None
-        state.progress.retained = num_shared * self.geometry.page_size
+        num_tokens = num_shared * self.geometry.page_size
+        state.progress.retained = state.progress.num_shared = num_tokens
         return shared
 
     def reserve(
@@ -108,12 +110,41 @@ class PageTables:
 
     def fill(self, state: RequestState, retained: int) -> None:
         """Note that the step in hand fills pages up to so many tokens."""
-        self._being_filled.update(self._new_keys(state, retained))
+        num_final = self._num_final(state, retained)
+        self._being_filled.update(self._new_keys(state, num_final))
 
     def share(self, state: RequestState) -> None:
         """Let others find the pages that a step has filled for good."""
-        if keys := self._new_keys(state, state.progress.retained):
-            self.pages.add_keys(state.request_id, keys)
+        retained = state.progress.retained
+        if not self.demand.method.keeps_for_good:
+            retained = state.progress.num_shared
+        self._add_keys(state, retained)
+
+    def give_back(self, state: RequestState) -> None:
+        """Take all pages of a request that has ended. The next turn of a chat may find
+        those with its response, which no step renews any more.
+        """
+        failed = state.request.status is RequestStatus.FINISHED_ERROR
+        # Given tokens may not be among those that vLLM has hashed.
+        if state.num_in_order and not failed and not state.spec.layout.template:
+            self._add_keys(state, min(state.num_in_order, self._num_kept(state)))
+        self.pages.free(state.request_id)
+
+    def _add_keys(self, state: RequestState, num_tokens: int) -> None:
+        if keys := self._new_keys(state, num_tokens):
+            num_tables = self.geometry.num_layers
+            self.pages.add_keys(state.request_id, keys, num_tables)
+
+    def _num_kept(self, state: RequestState) -> int:
+        """Tokens that a request's tables of keys and values have room for."""
+        per_layer = state.page_counts.get(PageKind.KV, [0])
+        return min(per_layer) * self.geometry.page_size
+
+    def _num_final(self, state: RequestState, num_tokens: int) -> int:
+        """How many of the first ``num_tokens`` in pages are never computed again."""
+        if self.demand.method.keeps_for_good:
+            return num_tokens
+        return state.spec.num_sharable or 0
 
     def hold(
         self,
@@ -148,6 +179,7 @@ class PageTables:
         """Take all pages of a request that is preempted."""
         self.pages.free(state.request_id)
         state.page_counts, state.progress.retained = {}, 0
+        state.num_in_order = 0
 
     def forget_prefixes(self) -> bool:
         """Let no request find the pages of those before it; returns False if that

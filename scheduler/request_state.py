@@ -18,6 +18,7 @@ from dllm_engine.decoding.messages import (
 from dllm_engine.decoding.page_layout import PageCounts
 from dllm_engine.decoding.progress import Progress
 from dllm_engine.decoding.spec import DecodingSpec
+from dllm_engine.decoding.step_plan import RefreshState
 
 
 @dataclass(eq=False)
@@ -35,6 +36,8 @@ class RequestState:
     """True if the runner has reported the final number of pages."""
     commits: Commits = field(default_factory=lambda: Commits([], []))
     """Commits of the tokens sent so far, if the request asks."""
+    num_in_order: int = 0
+    """Tokens before the window, when a step last wrote to pages: all decided."""
     last_scheduled: int = -1
     """Number of the last step that ran it."""
 
@@ -66,6 +69,8 @@ class RequestState:
         for name, entry in (report.trace or {}).items():
             progress.trace.setdefault(name, []).append(entry)
         report.advance(progress, spec)
+        if report.plan.state is RefreshState.UPDATE:
+            self.num_in_order = report.plan.window.start
         if report.tokens is not None:
             self._accept(report.tokens)
             if (commits := report.commits) is not None:

@@ -86,6 +86,9 @@ class CacheMethod:
     before it, and never change. Then nothing is refreshed, requests with the same
     beginning share pages, a request that has lost its pages can fill new ones, and
     pages are reserved block by block."""
+    shares_prompts: bool = False
+    """True if steps can leave out the beginning of a prompt that is in pages already
+    (``share_prompts``)."""
     cost: PassCost = PassCost()
     sampler: UniformSampler | None = None
     """None: requests sample as the model family's code does."""
@@ -142,10 +145,14 @@ class CacheMethod:
 
 
 def plan_whole(spec: DecodingSpec, progress: Progress) -> StepPlan:
-    """A step that computes all that the running blocks can see, and touches no page."""
+    """A step that computes all that the running blocks can see, but for a shared
+    beginning of the prompt, which alone is kept in pages.
+    """
     visible = spec.layout.visible(spec.layout.span_of(progress.running))
-    work = StepWork(RefreshState.FULL, Scope.ALL, visible)
-    return step_plan(spec, progress, work, window_alone=False)
+    start, keep = progress.num_shared, spec.num_sharable or 0
+    return plan_behind_prefix(
+        spec, progress, start, visible.stop, keep, window_alone=False
+    )
 
 
 def plan_behind_prefix(

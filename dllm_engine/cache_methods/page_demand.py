@@ -14,6 +14,7 @@ class PageDemand:
 
     method: CacheMethod
     geometry: PoolGeometry
+    share_prompts: bool = False
 
     def held(self, spec: DecodingSpec, running: Blocks) -> PageCounts:
         """Pages that a request holds while ``running`` run, including those of the
@@ -22,6 +23,8 @@ class PageDemand:
         own: PageCounts = {}
         if self.method.pages is not None and self.method.keeps(spec):
             own = self.method.pages(spec, running, self.geometry)
+        elif spec.num_sharable:
+            own = self.geometry.uniform(spec.num_sharable)
         return own | self.guide(spec)
 
     def guide(self, spec: DecodingSpec) -> PageCounts:
@@ -72,11 +75,13 @@ class PageDemand:
                 block_length=block_length,
                 shifts_logits=True,
             )
+            sharable = layout.prompt_length if self.share_prompts else None
             spec = DecodingSpec(
                 layout,
                 Schedule(steps=gen_length, block_add_threshold=0.0),
                 guidance=Guidance() if has_guide else None,
                 cache=options.largest,
+                num_sharable=sharable,
             )
             return self.most(spec)
 

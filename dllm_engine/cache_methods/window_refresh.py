@@ -22,9 +22,10 @@ from dllm_engine.decoding.step_plan import (
     step_plan,
 )
 
-Retain = Callable[[DecodingSpec, Span], tuple[Retention, list[Retention]]]
-"""Retained positions of a window: those that only whole refreshes renew, and those that
-every refresh renews.
+Retain = Callable[[DecodingSpec, Span, int], tuple[Retention, list[Retention]]]
+"""``retain(spec, window, num_shared)``: retained positions of a window, behind a shared
+beginning of the prompt: those that only whole refreshes renew, and those that every
+refresh renews.
 """
 
 
@@ -52,14 +53,18 @@ def refresh_then_reuse(
         read = progress.retained
         work = StepWork(RefreshState.REUSE, Scope.ACTIVE, window, read=read)
         return step_plan(spec, progress, work)
-    old, new = retain(spec, window)
+    num_shared = progress.num_shared
+    old, new = retain(spec, window, num_shared)
     if whole_is_due(spec, progress, update_step):
-        work = StepWork(RefreshState.FULL, Scope.ALL, spec.layout.visible(window))
+        span, read = Span(num_shared, spec.layout.visible(window).stop), num_shared
         adds = [old, *new]
     else:
-        span = refreshed(spec, window)
-        work = StepWork(RefreshState.REUSE, Scope.ACTIVE, span, read=old.count)
+        span, read = refreshed(spec, window, num_shared), num_shared + old.count
         adds = [*new]
+    if read:
+        work = StepWork(RefreshState.REUSE, Scope.ACTIVE, span, read=read)
+    else:
+        work = StepWork(RefreshState.FULL, Scope.ALL, span)
     if progress.step == update_step:
         work = work._replace(state=RefreshState.UPDATE, adds=adds)
     return step_plan(spec, progress, work)
@@ -79,20 +84,21 @@ def whole_is_due(spec: DecodingSpec, progress: Progress, update_step: int) -> bo
     )
 
 
-def refreshed(spec: DecodingSpec, window: Span) -> Span:
+def refreshed(spec: DecodingSpec, window: Span, num_shared: int) -> Span:
     """Span that a refresh computes for a window if the whole canvas is not due."""
-    visible = spec.layout.visible(window)
+    stop = spec.layout.visible(window).stop
     if RefreshOptions.of(spec).refresh == "all":
-        return visible
+        return Span(num_shared, stop)
     # With shifted logits the prompt's last row predicts the first token.
-    return Span(
-        max(spec.layout.prompt_length - spec.layout.shifts_logits, 0), visible.stop
-    )
+    start = spec.layout.prompt_length - spec.layout.shifts_logits
+    return Span(max(start, num_shared), stop)
 
 
-def split(spec: DecodingSpec, window: Span) -> tuple[Span, tuple[Span, Span]]:
+def split(
+    spec: DecodingSpec, window: Span, num_shared: int
+) -> tuple[Span, tuple[Span, Span]]:
     """The positions outside a window that only whole refreshes renew, and those that
     every refresh renews.
     """
-    start, stop = refreshed(spec, window)
-    return Span(0, start), (Span(start, window.start), Span(window.stop, stop))
+    start, stop = refreshed(spec, window, num_shared)
+    return Span(num_shared, start), (Span(start, window.start), Span(window.stop, stop))

@@ -136,7 +136,9 @@ def add_engine_arguments(
             help="folder or Hugging Face name (default: %(default)s)",
         )
     add_model_arguments(group)
-    add_options(group, EngineOptions, ("cuda_graphs", "batch_invariant"))
+    add_options(
+        group, EngineOptions, ("share_prompts", "cuda_graphs", "batch_invariant")
+    )
     other = (
         "any other argument of vllm.LLM, repeatable, for example "
         "gpu_memory_utilization=0.5"

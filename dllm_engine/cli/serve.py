@@ -57,7 +57,13 @@ def add_arguments(parser: CommandParser) -> None:
     add_options(
         other,
         EngineOptions,
-        ("refresh_ratio", "steps_per_dispatch", "lora_path", *limits),
+        (
+            "share_prompts",
+            "refresh_ratio",
+            "steps_per_dispatch",
+            "lora_path",
+            *limits,
+        ),
     )
     decisions = ("way", "template", "joint", "calibration")
     add_options(other, EngineOptions, [f"decision_{name}" for name in decisions])

@@ -116,8 +116,10 @@ class CanvasLayout:
         return position - (position + self.lead) % self.attended_length
 
     def final_stop(self, position: int) -> int:
-        """End of the positions that the keys and values of a finished one depend on."""
-        if self.attention == "causal":
+        """End of the positions that the keys and values of a finished one depend on;
+        with full attention, those that requests which share prompts ask for.
+        """
+        if self.attention != "block_causal":
             return position + 1
         return self.block_start(position) + self.attended_length
 

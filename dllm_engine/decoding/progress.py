@@ -61,6 +61,10 @@ class Progress:
     """Tokens per layer that pages hold."""
     tokens_retained: int = 0
     """The most of them so far."""
+    num_shared: int = 0
+    """Tokens at the beginning of the prompt that steps read from pages and compute no
+    more (``share_prompts``).
+    """
     trace: dict[str, list] = field(default_factory=dict)
     """Per-forward records, kept only when the engine traces."""
 
@@ -114,6 +118,7 @@ class Progress:
                 retained,
                 max(self.tokens_retained, retained),
             )
+            self.num_shared = spec.num_sharable or 0
         self.num_forwards += 1
         if prefills:
             return

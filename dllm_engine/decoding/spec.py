@@ -59,6 +59,11 @@ class CacheOptions(BaseModel):
         return None
 
     @property
+    def unshared(self) -> str | None:
+        """Settings that do not go with ``share_prompts``; None: there are none."""
+        return None
+
+    @property
     def keeps_running_block(self) -> bool:
         """True if pages keep rows of the running block that cannot be computed again.
         They are then reserved for the whole response, so that no request loses any.
@@ -244,6 +249,10 @@ class DecodingSpec:
     """None: no guide decides what a step fills."""
     decision: PackedDecision | None = None
     """None: the request is no decision."""
+    num_sharable: int | None = None
+    """Tokens of the prompt, whole pages from its beginning, that are computed once for
+    all requests that begin with them. None: without ``share_prompts``.
+    """
 
     @property
     def token_biases(self) -> tuple[TokenBias, ...]:

@@ -82,6 +82,7 @@ def resolve_decoding(
         cache=resolve_cache(options, engine),
         guidance=guidance,
         decision=decision,
+        num_sharable=engine.num_sharable(layout),
     )
     check_taking_back(spec, engine)
     if engine.method.keeps(spec) and (reason := engine.cache.refusal(spec)):

@@ -170,10 +170,15 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         )
         # A page may end within a block, whose rows must not be fed in parts where they
         # share experts.
-        shares = (
+        shares = options.share_prompts or (
             options.method.keeps_for_good
             and not model_config.hf_config.family.experts_by_block
         )
+        if options.share_prompts and not vllm_config.cache_config.enable_prefix_caching:
+            raise ValueError(
+                "share_prompts=True needs vLLM's enable_prefix_caching; leave one of "
+                "them unset"
+            )
         vllm_config.cache_config.enable_prefix_caching &= shares
         if vllm_config.cache_config.enable_prefix_caching:
             # Tokens that vLLM hashes together.
@@ -318,7 +323,7 @@ def _settle_engine_options(vllm_config: VllmConfig) -> EngineOptions:
     _ = options.layer_pass
     for name, rule in PARALLEL_RULES.items():
         PARALLEL_RULES.function(name, rule.selects)
-    page_demand = PageDemand(options.method, geometry)
+    page_demand = PageDemand(options.method, geometry, options.share_prompts)
     page_demand.longest(
         options.cache, family.longest_canvas(model_config.max_model_len)
     )

@@ -3,18 +3,20 @@ well.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 
+from dllm_engine.decoding.page_layout import PageKind
 from dllm_engine.decoding.step_plan import RefreshState, StepPlan
 from dllm_engine.model_executor.batch_tables import ALL_LAYERS, KVTables, TokenTables
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes.base import (
+    DensePass,
     LayerPass,
     Repeats,
     Results,
@@ -85,8 +87,19 @@ class AddingPass(PagedPass):
     they read.
     """
 
-    def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
-        self.batch, tokens = batch, TokenTables(batch, pages)
+    def __init__(
+        self,
+        batch: StepBatch,
+        pages: PageMemory,
+        reading: Sequence[str] | None = None,
+        adding: Sequence[str] | None = None,
+    ) -> None:
+        """``reading``, ``adding``: tables that each request reads from, and adds to:
+        behind what it reads if they are the same. None: keys and values."""
+        kinds = [PageKind.KV] * len(batch.plans)
+        reading, adding = reading or kinds, adding or kinds
+        self.batch = batch
+        self.reading = tokens = TokenTables(batch, pages, reading)
         super().__init__(
             tokens, batch.split_rows([not plan.read for plan in batch.plans])
         )
@@ -110,23 +123,31 @@ class AddingPass(PagedPass):
         request's own; on the host.
         """
         plans = [batch.plans[i] for i in self.updating]
-        counts = [plan.retained - plan.read for plan in plans]
+        counts = [sum(retention.count for retention in plan.adds) for plan in plans]
+        firsts = [
+            batch.plans[i].read if adding[i] == reading[i] else 0 for i in self.updating
+        ]
         self.bounds = [0, *accumulate(counts)]
         """Bounds of the tokens that each of ``updating`` adds to pages."""
         places = (
             np.repeat(self.updating, counts),
-            ranges([plan.read for plan in plans], counts)[1],
+            ranges(firsts, counts)[1],
         )
-        self.slots = tokens.token_slots(
+        added_to = tokens if adding == reading else TokenTables(batch, pages, adding)
+        self.slots = added_to.token_slots(
             ALL_LAYERS, *on_device(np.stack(places), batch.device).unbind()
         )
         """Per layer, the slots of each token that is added."""
         named = zip(self.groups, self.named, strict=True)
         rows = np.concatenate(
-            [batch.bounds[i] + own for members, own in named for i in members]
+            [self.batch_rows(i, own) for members, own in named for i in members]
         )
         self.named_rows = on_device(rows, batch.device)
         """``named`` among the rows of the batch, in the order of ``updating``."""
+
+    def batch_rows(self, index: int, own: np.ndarray) -> np.ndarray:
+        """Numbers in the batch of a request's ``own`` rows."""
+        return self.batch.bounds[index] + own
 
     def added(self, index: int) -> slice | None:
         """The tokens that a request adds to pages, among those of ``updating``; None
@@ -143,8 +164,13 @@ class RetentionPass(AddingPass):
     the canvas.
     """
 
-    def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
-        super().__init__(batch, pages)
+    def __init__(
+        self,
+        batch: StepBatch,
+        pages: PageMemory,
+        reading: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(batch, pages, reading, reading)
         if self.groups:
             shape = self.slots.shape[0], batch.bounds[-1], self.slots.shape[2]
             self.row_slots = self.slots.new_full(shape, -1).index_copy_(
@@ -158,6 +184,18 @@ class RetentionPass(AddingPass):
         positions = self.batch.positions[self.named_rows[added]].tolist()
         retained = [*range(self.batch.plans[index].read), *positions]
         return {"retained_positions": [sorted(retained)] * self.slots.shape[0]}
+
+
+class WholePass(DensePass):
+    """Computes all that plans ask for, and touches pages only if a request shares its
+    prompt.
+    """
+
+    @classmethod
+    def of(cls, batch: StepBatch, pages: PageMemory) -> LayerPass:
+        if any(plan.read or plan.adds for plan in batch.plans):
+            return RetentionPass(batch, pages)
+        return DensePass(batch, pages)
 
 
 def _named_rows(plan: StepPlan) -> np.ndarray:

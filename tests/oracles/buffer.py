@@ -26,12 +26,20 @@ class Buffer:
         self.k, self.v = torch.full(shape, math.nan), torch.full(shape, math.nan)
         self.queries: list[torch.Tensor] = []
         """Of the last pass, by layer."""
+        self.rows: list[int] = []
+        """Of the last pass."""
+
+    @classmethod
+    def of(cls, run: Decoding) -> "Buffer":
+        """The buffer of a run; it shares prompts if the run does."""
+        return cls(run) if run.shared is None else run.shared.buffer(run)
 
     def forward(self, rows: Sequence[int], *read: Sequence[int]) -> torch.Tensor:
         """Logits of ``rows``. They read the positions ``read``, of each layer where
         several lists are given.
         """
         rows, self.queries = list(rows), []
+        self.rows = rows
         x = self.model.embed(self.run.canvas)[rows]
         for number, layer in enumerate(self.model.layers):
             q, self.k[number, rows], self.v[number, rows] = self.model.qkv(

@@ -68,7 +68,7 @@ def plain_none(run: Decoding) -> None:
         if run.by_blocks:
             logits = run.model.logits(run.canvas[: len(seen)], run.block_length)
         else:
-            logits = Buffer(run).forward(seen, seen)
+            logits = Buffer.of(run).forward(seen, seen)
         run.fill(logits, seen)
 
 
@@ -86,7 +86,7 @@ def plain_block(run: Decoding) -> None:
 
 def plain_prefix(run: Decoding) -> None:
     run.window_alone = True
-    buffer = Buffer(run)
+    buffer = Buffer.of(run)
     for step in run.passes():
         rows = run.seen if step == 0 else run.seen[run.window[0] :]
         run.fill(buffer.forward(rows, run.seen), rows)
@@ -94,7 +94,7 @@ def plain_prefix(run: Decoding) -> None:
 
 def plain_dual(run: Decoding, **options: Any) -> None:
     run.window_alone = True
-    buffer, refreshes = Buffer(run), Refreshes(run, **options)
+    buffer, refreshes = Buffer.of(run), Refreshes(run, **options)
     kept: list[int] = []
     retained: list[int] = []
     for step in run.passes():

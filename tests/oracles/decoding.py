@@ -155,6 +155,12 @@ class Decoding:
     alg_temp: float = 0.0
     response_template: list[int | None] | None = None
     constraint: bytes | None = None
+    shared: Any = None
+    """``SharedPrompts`` of the engine; None: it shares none."""
+    buffer: Any = None
+    """``SharedBuffer`` of the run, if prompts are shared."""
+    num_found: int = 0
+    """Tokens of the prompt that were found in shared pages."""
     order: list[list[int]] = field(default_factory=list)
     """Canvas positions unmasked per forward pass."""
     computed: list[list[int]] = field(default_factory=list)

@@ -28,7 +28,7 @@ def plain_sparse(
     **options: Any,
 ) -> None:
     run.window_alone = True
-    buffer = Buffer(run)
+    buffer = Buffer.of(run)
     refreshes = Refreshes(run, **options)
     num_layers = len(run.model.layers)
     retained_by_block = run.traces["retained_positions"] = []
@@ -54,6 +54,7 @@ def plain_sparse(
         else:
             rows = refreshes.renewed()
         logits = buffer.forward(rows, *(sorted({*k, *rows}) for k in kept))
+        rows = buffer.rows
         if step == update_delay:
             old = refreshes.never_renewed()
             new = [p for p in refreshes.renewed() if p not in block]

@@ -30,7 +30,7 @@ def sharing() -> PagePool:
     pool = PagePool(num_pages=11, hash_block_size=16, shares=True)
     pool.reserve("a", 6)
     pool.resize("a", [2, 2])
-    pool.add_keys("a", keys_of(32))
+    pool.add_keys("a", keys_of(32), 2)
     return pool
 
 

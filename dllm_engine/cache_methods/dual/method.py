@@ -42,7 +42,8 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     if progress.step:
         state = RefreshState.REUSE
     elif whole_is_due(spec, progress, update_step=0):
-        scope, span = Scope.ALL, visible
+        span = Span(progress.num_shared, visible.stop)
+        scope = Scope.ACTIVE if span.start else Scope.ALL
     else:
         # What becomes visible where a suffix is left out has not been computed before.
         stop = (
@@ -50,13 +51,16 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
             if spec.layout.suffix_blocks is None
             else visible.stop
         )
-        span = Span(max(window.start - options.near_tokens, 0), min(stop, visible.stop))
+        start = max(window.start - options.near_tokens, progress.num_shared)
+        span = Span(start, min(stop, visible.stop))
     return plan_on_canvas(spec, progress, state, scope, span, window_alone=True)
 
 
-def retain_all(spec: DecodingSpec, window: Span) -> tuple[Retention, list[Retention]]:
+def retain_all(
+    spec: DecodingSpec, window: Span, num_shared: int
+) -> tuple[Retention, list[Retention]]:
     """Everything outside the window."""
-    old, new = split(spec, window)
+    old, new = split(spec, window, num_shared)
     return Retention.whole(old), [Retention.whole(*new)]
 
 
@@ -73,4 +77,5 @@ DUAL = CacheMethod(
     DualOptions,
     "dllm_engine.cache_methods.dual.layer_pass:DualPass",
     trims_suffix=True,
+    shares_prompts=True,
 )

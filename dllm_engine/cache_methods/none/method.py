@@ -7,7 +7,8 @@ from dllm_engine.cache_methods.base import CacheMethod, UniformSampler, plan_who
 NONE = CacheMethod(
     plan_whole,
     attention=("full", "block_causal", "causal"),
-    layer_pass="dllm_engine.model_executor.passes.base:DensePass",
+    layer_pass="dllm_engine.model_executor.passes.paged:WholePass",
     trims_suffix=True,
+    shares_prompts=True,
     sampler=UniformSampler(only_with_delay_eos=True),
 )

@@ -15,7 +15,7 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     window and all behind it.
     """
     window = spec.layout.span_of(progress.running)
-    start = window.start if progress.step else 0
+    start = window.start if progress.step else progress.num_shared
     return plan_behind_prefix(
         spec, progress, start, spec.layout.visible(window).stop, keep=window.start
     )
@@ -25,4 +25,5 @@ PREFIX = CacheMethod(
     plan,
     hold_tokens(lambda spec, running: spec.layout.span_of(running).start),
     trims_suffix=True,
+    shares_prompts=True,
 )

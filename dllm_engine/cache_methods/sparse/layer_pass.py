@@ -12,10 +12,12 @@ import torch
 from vllm.distributed import tensor_model_parallel_all_reduce
 
 from dllm_engine.cache_methods.scorers import SCORERS, ScoredLayer
-from dllm_engine.cache_methods.sparse.method import SparseOptions
+from dllm_engine.cache_methods.sparse.method import RETAINED_PAGES, SparseOptions
+from dllm_engine.decoding.page_layout import PageKind
 from dllm_engine.decoding.step_plan import RefreshState, Retention
 from dllm_engine.kernels.attention_scores import mean_query_scores, select_retained
 from dllm_engine.kernels.paged_attention import attention_with_lse
+from dllm_engine.model_executor.batch_tables import ALL_LAYERS
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes.base import (
@@ -25,7 +27,7 @@ from dllm_engine.model_executor.passes.base import (
     run_layers,
 )
 from dllm_engine.model_executor.passes.paged import AddingPass, RetentionPass
-from dllm_engine.model_executor.step_batch import StepBatch
+from dllm_engine.model_executor.step_batch import StepBatch, ranges
 from dllm_engine.model_executor.transfer import on_device
 
 
@@ -51,18 +53,37 @@ class SparsePass(AddingPass):
         """Where every position is retained, there is nothing to choose."""
         chooses = any(
             plan.state is RefreshState.UPDATE
-            and (canvas.own is not None or any(map(_is_chosen_from, plan.adds)))
+            and (
+                canvas.own is not None
+                or plan.own is not None
+                or any(map(_is_chosen_from, plan.adds))
+            )
             for plan, canvas in zip(batch.plans, batch.canvases, strict=True)
         )
-        return (cls if chooses else RetentionPass)(batch, pages)
+        if chooses:
+            return cls(batch, pages)
+        return RetentionPass(batch, pages, _reading(batch))
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         self.options, self.pages = SparseOptions.of(batch.canvases[0].spec), pages
-        super().__init__(batch, pages)
+        self.shared = SharedCandidates.of(batch)
+        adding = [
+            PageKind.KV if plan.own is None else RETAINED_PAGES for plan in batch.plans
+        ]
+        super().__init__(batch, pages, _reading(batch), adding)
+        if self.shared.num_tokens:
+            self.shared_slots = self.reading.token_slots(
+                ALL_LAYERS, *on_device(self.shared.places, batch.device).unbind()
+            )
+        if any(plan.own is not None for plan in batch.plans):
+            self.row_slots = self._slots_in_order()
         self.candidates: list[torch.Tensor] = []
         """Scored rows of each request of ``updating``: the first of
         its ``named`` rows.
         """
+        self.candidate_rows: list[torch.Tensor] = []
+        """The same as rows of the batch, and shared candidates behind them."""
+        first_row = 0
         self.windows: list[torch.Tensor] = []
         """Rows of the window among a request's own rows, for each request of
         ``updating``.
@@ -81,6 +102,11 @@ class SparsePass(AddingPass):
             self.candidates += [on_device(named[:num_scored], batch.device)] * len(
                 members
             )
+            for _ in members:
+                self.candidate_rows.append(
+                    self.named_rows[first_row : first_row + num_scored]
+                )
+                first_row += len(named)
             self.windows += [
                 on_device(np.arange(*plan.window) - plan.span.start, batch.device)
             ] * len(members)
@@ -88,6 +114,8 @@ class SparsePass(AddingPass):
     def graph_parts(self) -> GraphParts | None:
         batch = self.batch
         if batch.limits is not None or self.options.scorer != "mean_query":
+            return None
+        if any(plan.own is not None for plan in batch.plans):
             return None
         adds = [batch.plans[members[0]].adds for members in self.groups]
         sizes = tuple(
@@ -121,6 +149,8 @@ class SparsePass(AddingPass):
             layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
         ) -> torch.Tensor:
             out = self.attend(layer, q, k, v)
+            if self.shared.num_tokens:
+                k, v = self._with_shared(layer, k, v)
             rows = self._retained_rows(layer, q, k, v)
             self.tokens.pages.write(k[rows], v[rows], self.slots[layer])
             retained[layer] = rows
@@ -147,9 +177,48 @@ class SparsePass(AddingPass):
             return {}
         own = self.batch.canvases[index].own
         positions = (
-            self.batch.positions[results[0][:, added]] if own is None else own.positions
+            self.positions_of(results[0][:, added]) if own is None else own.positions
         )
         return {"retained_positions": [sorted(layer) for layer in positions.tolist()]}
+
+    def batch_rows(self, index: int, own: np.ndarray) -> np.ndarray:
+        """Positions before the rows of a request are shared candidates."""
+        rows = super().batch_rows(index, own)
+        if index in self.shared.firsts:
+            start = self.batch.plans[index].span.start
+            shared = self.shared.firsts[index] + own + start
+            rows = np.where(own < 0, shared, rows)
+        return rows
+
+    def positions_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """Canvas positions of rows of the batch and of shared candidates."""
+        shared = on_device(self.shared.places[1], self.batch.device)
+        return torch.cat((self.batch.positions, shared))[rows]
+
+    def _slots_in_order(self) -> torch.Tensor:
+        """Slots of the rows that requests keep in order; −1 of the others."""
+        batch = self.batch
+        bounds = [
+            (0, 0) if plan.own is None or plan.own.keeps is None else plan.own.keeps
+            for plan in batch.plans
+        ]
+        starts, stops = np.repeat(np.array(bounds), batch.sizes, axis=0).T
+        positions = batch.host_positions
+        in_order = (positions >= starts) & (positions < stops)
+        kept = on_device(np.where(in_order, positions, -1), batch.device)
+        slots = self.reading.token_slots(ALL_LAYERS, batch.requests, kept.clamp(min=0))
+        return slots.masked_fill_(kept[:, None] < 0, -1)
+
+    def _with_shared(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the batch, and behind them those of shared candidates."""
+        slots, per_page = self.shared_slots[layer], self.pages.keys.shape[1]
+        places = slots // per_page, slots % per_page
+        return (
+            torch.cat((k, self.pages.keys[places])),
+            torch.cat((v, self.pages.values[places])),
+        )
 
     def _retained_rows(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -195,8 +264,15 @@ class SparsePass(AddingPass):
         scores = torch.zeros(
             len(self.updating), max(map(len, self.candidates)), device=q.device
         )
-        choices = zip(scores, self.updating, self.candidates, self.windows, strict=True)
-        for request_scores, i, candidates, window in choices:
+        choices = zip(
+            scores,
+            self.updating,
+            self.candidates,
+            self.candidate_rows,
+            self.windows,
+            strict=True,
+        )
+        for request_scores, i, candidates, candidate_rows, window in choices:
             rows, canvas, plan = (
                 self.batch.rows(i),
                 self.batch.canvases[i],
@@ -207,7 +283,7 @@ class SparsePass(AddingPass):
                 # The paper's: raw products, so that heads with large queries and keys
                 # count for more.
                 request_scores[: len(candidates)] = mean_query_scores(
-                    own[0][window], own[1][candidates]
+                    own[0][window], k[candidate_rows]
                 )
                 continue
             lse = (
@@ -221,6 +297,47 @@ class SparsePass(AddingPass):
                 dim=0
             )
         return scores
+
+
+@dataclass(frozen=True)
+class SharedCandidates:
+    """Tokens in shared pages among which a step chooses what is retained. They are
+    numbered behind the rows of the batch.
+    """
+
+    firsts: dict[int, int]
+    """Number of the first one of each request that has any."""
+    places: np.ndarray
+    """Request and canvas position of each, ``[2, num_tokens]``."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.places.shape[1]
+
+    @classmethod
+    def of(cls, batch: StepBatch) -> "SharedCandidates":
+        sizes = {
+            i: plan.read
+            for i, plan in enumerate(batch.plans)
+            if plan.own is not None and plan.adds and plan.read
+        }
+        starts = [0] * len(sizes)
+        owners, positions = ranges(starts, [*sizes.values()])
+        requests = np.array([*sizes], dtype=np.int64)[owners]
+        bounds = accumulate(sizes.values(), initial=batch.bounds[-1])
+        return cls(
+            dict(zip(sizes, bounds, strict=False)), np.stack((requests, positions))
+        )
+
+
+def _reading(batch: StepBatch) -> list[str]:
+    """The tables that each request reads."""
+    return [
+        PageKind.KV
+        if plan.own is None or plan.own.keeps is not None
+        else RETAINED_PAGES
+        for plan in batch.plans
+    ]
 
 
 def _is_chosen_from(retention: Retention) -> bool:

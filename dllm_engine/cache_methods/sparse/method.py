@@ -2,20 +2,32 @@
 matter most to it.
 """
 
+from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from dllm_engine.cache_methods.base import CacheMethod, ScorerName, hold_tokens
+from dllm_engine.cache_methods.base import CacheMethod, ScorerName
 from dllm_engine.cache_methods.window_refresh import (
     RefreshOptions,
     refresh_then_reuse,
     split,
 )
 from dllm_engine.decoding.canvas_layout import Blocks, Span
+from dllm_engine.decoding.page_layout import PageCounts, PoolGeometry
 from dllm_engine.decoding.progress import Progress
 from dllm_engine.decoding.spec import DecodingSpec, TunedValues
-from dllm_engine.decoding.step_plan import Retention, StepPlan
+from dllm_engine.decoding.step_plan import (
+    RefreshState,
+    Retention,
+    Scope,
+    StepPlan,
+    StepWork,
+    step_plan,
+)
+
+RETAINED_PAGES = "retained"
+"""Kind of pages that hold what is retained, where prompts are shared."""
 
 
 class SparseOptions(RefreshOptions):
@@ -48,6 +60,14 @@ class SparseOptions(RefreshOptions):
     ``prefix``: they lie before the window, and everything behind it is retained
     (Algorithm 5)."""
 
+    @property
+    def unshared(self) -> str | None:
+        if self.refresh != "all":
+            return f"refresh={self.refresh!r}"
+        if self.scorer != "mean_query":
+            return f"scorer={self.scorer!r}"
+        return None
+
     @field_validator("pool_kernel_size")
     @classmethod
     def _has_a_middle(cls, value: int) -> int:
@@ -65,20 +85,62 @@ class SparseOptions(RefreshOptions):
         return self
 
 
+@dataclass(frozen=True)
+class SharingStep:
+    """A step of an engine that shares prompts: pages keep the canvas before the window
+    in order, and beside it what is retained.
+    """
+
+    keeps: Span | None
+    """Positions that the step keeps in order; None: it reads what is retained."""
+
+
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     """Algorithm 4: ``update_delay`` FULL steps, one UPDATE that evicts, then the window
     alone.
     """
-    return refresh_then_reuse(
-        spec, progress, SparseOptions.of(spec).update_delay, retain
-    )
+    update_delay = SparseOptions.of(spec).update_delay
+    if spec.num_sharable is None:
+        return refresh_then_reuse(spec, progress, update_delay, retain)
+    return _plan_sharing(spec, progress, update_delay)
 
 
-def retain(spec: DecodingSpec, window: Span) -> tuple[Retention, list[Retention]]:
+def _plan_sharing(
+    spec: DecodingSpec, progress: Progress, update_delay: int
+) -> StepPlan:
+    """The same steps behind a shared beginning of the prompt. Its tokens are candidates
+    for retention like all others.
+    """
+    window = spec.layout.span_of(progress.running)
+    if progress.step > update_delay:
+        work = StepWork(
+            RefreshState.REUSE, Scope.ACTIVE, window, read=progress.retained
+        )
+        reuse = step_plan(spec, progress, work)
+        reuse.own = SharingStep(None)
+        return reuse
+    start = progress.num_shared
+    keeps, state = Span(start, start), RefreshState.REUSE
+    adds: list[Retention] = []
+    if progress.step == update_delay:
+        _, adds = retain(spec, window, num_shared=0)
+    if adds or start < (spec.num_sharable or 0):
+        keeps, state = Span(start, window.start), RefreshState.UPDATE
+    scope = Scope.ACTIVE if start else Scope.ALL
+    span = Span(start, spec.layout.visible(window).stop)
+    refresh = step_plan(spec, progress, StepWork(state, scope, span, start, adds))
+    refresh.retained = sum(retention.count for retention in adds)
+    refresh.own = SharingStep(keeps)
+    return refresh
+
+
+def retain(
+    spec: DecodingSpec, window: Span, num_shared: int
+) -> tuple[Retention, list[Retention]]:
     """The retention ratio of all candidates, rounded down; with ``scope="prefix"`` what
     lies behind the window is retained whole. The part that only whole refreshes renew
     has its share, rounded down as well."""
-    options, (old, new) = SparseOptions.of(spec), split(spec, window)
+    options, (old, new) = SparseOptions.of(spec), split(spec, window, num_shared)
     candidates, behind = (new[:1], new[1:]) if options.scope == "prefix" else (new, ())
     num_candidates = old.size + sum(span.size for span in candidates)
     old_count, count = (
@@ -91,14 +153,25 @@ def retain(spec: DecodingSpec, window: Span) -> tuple[Retention, list[Retention]
 
 
 def num_retained(spec: DecodingSpec, running: Blocks) -> int:
-    old, new = retain(spec, spec.layout.span_of(running))
+    old, new = retain(spec, spec.layout.span_of(running), num_shared=0)
     return old.count + sum(retention.count for retention in new)
+
+
+def hold(spec: DecodingSpec, running: Blocks, geometry: PoolGeometry) -> PageCounts:
+    """What is retained; where prompts are shared, what is before the window, too."""
+    retained = num_retained(spec, running)
+    if spec.num_sharable is None:
+        return geometry.uniform(retained)
+    beside = [geometry.kv_pages(retained)] * geometry.num_layers
+    in_order = geometry.uniform(spec.layout.span_of(running).start)
+    return in_order | {RETAINED_PAGES: beside}
 
 
 SPARSE = CacheMethod(
     plan,
-    hold_tokens(num_retained),
+    hold,
     SparseOptions,
     "dllm_engine.cache_methods.sparse.layer_pass:SparsePass",
     trims_suffix=True,
+    shares_prompts=True,
 )

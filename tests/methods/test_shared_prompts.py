@@ -1,0 +1,186 @@
+"""Requests that share the beginning of their prompts under full attention, against a
+plain version.
+"""
+
+import random
+from typing import Any
+
+import pytest
+
+from dllm_engine import DiffusionParams
+from dllm_engine.families import LLADA, SDAR
+from dllm_engine.options import EngineOptions
+from tests.oracles.buffer import Buffer
+from tests.oracles.decisions import decide, given_masked
+from tests.oracles.decode import decode
+from tests.oracles.decoding import Decoding
+from tests.oracles.models import PlainModel
+from tests.oracles.shared_prompts import SharedPrompts
+from tests.support.engines import assert_nothing_left, generate
+from tests.support.random_decisions import decision_params, listed, random_decision
+
+MODELS = ("llada-tiny-a", "dream-tiny-a")
+PAGE_SIZE = 8
+ENGINES: list[tuple[str, dict[str, Any]]] = [
+    ("none", {}),
+    ("prefix", {}),
+    ("dual", {}),
+    ("dual", {"refresh": "response", "prompt_refresh_interval": 2}),
+    ("dual", {"refresh": "near", "near_tokens": 5}),
+    ("sparse", {"retention_ratio": 0.6, "pool_kernel_size": 1}),
+    ("sparse", {"retention_ratio": 0.3, "update_delay": 0, "pool_kernel_size": 1}),
+]
+
+
+@pytest.fixture(params=MODELS)
+def name(request):
+    return request.param
+
+
+def chats(seed: int) -> list[tuple[list[int], dict[str, Any]]]:
+    """Prompts with one of three beginnings, whole pages or not, and what is asked."""
+    draw = random.Random(seed)
+
+    def text(length: int) -> list[int]:
+        return [draw.randrange(480) for _ in range(length)]
+
+    beginnings = [text(41), text(24), text(3)]
+    rules: list[dict[str, Any]] = [{"threshold": 0.3}, {"tokens_per_step": 2}, {}]
+    return [
+        (
+            beginnings[i % 3] + text(draw.randrange(0, 12)),
+            {
+                "gen_length": draw.choice([7, 12, 21]),
+                "block_length": draw.choice([4, 6, 7]),
+                **draw.choice(rules),
+            },
+        )
+        for i in range(9)
+    ]
+
+
+@pytest.mark.parametrize(("method", "options"), ENGINES)
+def test_tokens_are_those_of_the_plain_version(
+    engines, reference_checkpoints, name, method, options
+):
+    """One after the other, each answered a second time as the next turn of its chat;
+    then all at once.
+    """
+    model = PlainModel(reference_checkpoints / name)
+    llm = engines(
+        reference_checkpoints / name,
+        cache_method=method,
+        cache_options=options,
+        page_size=PAGE_SIZE,
+        kv_cache_memory_bytes=16 << 20,
+        max_model_len=128,
+        share_prompts=True,
+    )
+
+    def plain_cache() -> SharedPrompts:
+        """A new one, and none of the engine's pages can be found."""
+        assert llm.reset_prefix_cache()
+        return SharedPrompts(
+            PAGE_SIZE,
+            keeps_responses=method != "none",
+            update_step=options.get("update_delay", 1) if method == "sparse" else 0,
+        )
+
+    def agree(output: Any, prompt: list[int], asked: dict[str, Any]) -> bool:
+        """Return False if rounding decides, after which the two keep other tokens."""
+        asked = asked | {"unmasking": "low_confidence"}
+        run = decode(model, prompt, method, options, **asked, shared=shared)
+        shared.end(run)
+        assert output.num_cached_tokens == run.num_found
+        if run.closest < 1e-4:
+            return False
+        assert list(output.outputs[0].token_ids) == run.tokens
+        num_rows = output.outputs[0].diffusion.tokens_computed
+        assert num_rows <= sum(map(len, run.computed))
+        return True
+
+    shared, compared = plain_cache(), 0
+    for prompt, asked in chats(1):
+        for _ in range(2):
+            (output,) = generate(llm, [prompt], [params_of(asked)])
+            if agree(output, prompt, asked):
+                compared += 1
+            else:
+                shared = plain_cache()
+            prompt = [*prompt, *output.outputs[0].token_ids, 7, 8, 9]
+    assert compared >= 12
+    shared, requests = plain_cache(), chats(2)
+    prompts = [prompt for prompt, _ in requests]
+    outputs = generate(llm, prompts, [params_of(asked) for _, asked in requests])
+    for output, (prompt, asked) in zip(outputs, requests, strict=True):
+        agree(output, prompt, asked)
+    assert_nothing_left(llm)
+
+
+def params_of(asked: dict[str, Any]) -> DiffusionParams:
+    return DiffusionParams(ignore_eos=True, unmasking="low_confidence", **asked)
+
+
+def test_questions_about_one_text_compute_it_once(engines, tiny_llada):
+    """Their probabilities are those of a pass that reads the first one's text."""
+    model = PlainModel(tiny_llada)
+    llm = engines(
+        tiny_llada, cache_method="dual", page_size=PAGE_SIZE, share_prompts=True
+    )
+    assert llm.reset_prefix_cache()
+    draw, shared = random.Random(3), SharedPrompts(PAGE_SIZE)
+    text = [draw.randrange(60, 140) for _ in range(64)]
+    decisions = [random_decision(draw) for _ in range(12)]
+    prompts = [text + [draw.randrange(60, 140) for _ in range(5)] for _ in decisions]
+    params = [DiffusionParams(**decision_params(each)) for each, _, _ in decisions]
+    outputs = generate(llm, prompts, params)
+    ends = llm.llm_engine.vllm_config.model_config.hf_config.eos_token_id
+    num_rows = 0
+    for output, prompt, (decision, fields, literals) in zip(
+        outputs, prompts, decisions, strict=True
+    ):
+        template = list(decision.template)
+        length = len(template)
+        run = Decoding(
+            *(model, prompt, length, length),
+            response_template=template,
+            shared=shared,
+        )
+        logits = Buffer.of(run).forward(run.seen, run.seen)[len(prompt) :]
+        masked = given_masked(
+            decision.template, logits.log_softmax(-1).double().numpy()
+        )
+        plain = decide(fields, literals, masked, [ends])
+        figures = output.outputs[0].diffusion
+        for name, own in figures.decision.items():
+            assert listed(own) == pytest.approx(plain.probabilities[name], abs=1e-4)
+        num_rows += figures.tokens_computed
+    asked = sum(len(each.template) + 5 for each, _, _ in decisions)
+    assert num_rows == len(text) + asked
+    assert_nothing_left(llm)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (
+            {"cache_method": "maskkv"},
+            "cache_method='maskkv'; choose dual, none, prefix",
+        ),
+        ({"batch_invariant": True}, "batch_invariant=True; leave"),
+        (
+            {"cache_method": "sparse", "cache_options": {"refresh": "response"}},
+            "refresh='response'; leave",
+        ),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused_by_name(settings, named):
+    options = EngineOptions(share_prompts=True, **settings)
+    with pytest.raises(ValueError, match="^share_prompts=True is not .* " + named):
+        options.with_paper_settings("model", LLADA)
+
+
+def test_block_models_share_pages_without_it():
+    options = EngineOptions(share_prompts=True, cache_method="block")
+    with pytest.raises(ValueError, match="share_prompts=True: attention of SDAR"):
+        options.with_paper_settings("model", SDAR)

@@ -1,0 +1,79 @@
+"""Shared prompts, as slow, plain PyTorch.
+
+The keys and values of a prompt's whole pages are those of the first request that
+computed them, in its first pass. Every later pass, also of that request, reads them and
+computes the rest. When a request has ended, the pages of its response are kept as the
+pass left them with which its last window began.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from tests.oracles.buffer import Buffer
+from tests.oracles.decoding import Decoding
+
+
+@dataclass
+class SharedPrompts:
+    """Pages of an engine that shares prompts, by all tokens up to their ends."""
+
+    page_size: int
+    keeps_responses: bool = True
+    update_step: int = 0
+    """Step of a window in which it is kept what lies before."""
+    pages: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = field(
+        default_factory=dict
+    )
+
+    def find(self, text: list[int], most: int) -> int:
+        """Tokens of the longest beginning of ``text`` in pages, at most ``most``."""
+        num_tokens = 0
+        while (
+            num_tokens + self.page_size <= most
+            and tuple(text[: num_tokens + self.page_size]) in self.pages
+        ):
+            num_tokens += self.page_size
+        return num_tokens
+
+    def keep(self, buffer: Buffer, text: list[int], num_tokens: int) -> None:
+        for end in range(self.page_size, num_tokens + 1, self.page_size):
+            page = slice(end - self.page_size, end)
+            content = buffer.k[:, page].clone(), buffer.v[:, page].clone()
+            self.pages.setdefault(tuple(text[:end]), content)
+
+    def buffer(self, run: Decoding) -> "SharedBuffer":
+        return SharedBuffer(run, self)
+
+    def end(self, run: Decoding) -> None:
+        if self.keeps_responses and not run.response_template and run.buffer:
+            text = run.prompt + run.tokens
+            self.keep(run.buffer, text, min(run.buffer.num_in_order, len(text)))
+
+
+class SharedBuffer(Buffer):
+    """A buffer that begins with shared pages, which no pass computes."""
+
+    def __init__(self, run: Decoding, shared: SharedPrompts) -> None:
+        super().__init__(run)
+        self.shared, size = shared, shared.page_size
+        most = len(run.prompt) - run.model.is_dream
+        self.num_sharable = most // size * size
+        self.num_shared = shared.find(run.prompt, self.num_sharable)
+        self.num_in_order = 0
+        for end in range(size, self.num_shared + 1, size):
+            page = slice(end - size, end)
+            self.k[:, page], self.v[:, page] = shared.pages[tuple(run.prompt[:end])]
+        if not run.order:
+            run.num_found = self.num_shared
+        run.buffer = self
+
+    def forward(self, rows: Sequence[int], *read: Sequence[int]) -> torch.Tensor:
+        rows = [position for position in rows if position >= self.num_shared]
+        logits = super().forward(rows, *read)
+        self.shared.keep(self, self.run.prompt, self.num_sharable)
+        self.num_shared = self.num_sharable
+        if self.run.step == self.shared.update_step:
+            self.num_in_order = self.run.window[0]
+        return logits
