@@ -59,8 +59,8 @@ def _place(part: list[str], lines: list[str], position: int) -> tuple[int, int]:
     line that the file has to its last one.
     """
     places = {}
-    for place in range(len(lines) - 1, position - 1, -1):
-        places[lines[place].rstrip()] = place
+    for number in range(len(lines) - 1, position - 1, -1):
+        places[lines[number].rstrip()] = number
     begin: int | None = None
     end = position
     for line in part:
