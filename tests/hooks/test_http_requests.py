@@ -281,6 +281,8 @@ def test_a_number_too_long_to_read_is_refused_by_the_messages_api(client):
         (COMPLETION, {"vllm_xargs": {"template": ["\ud800", 2]}}, "half a character"),
         (COMPLETION, {"suffix": "a\udfff"}, "half a character"),
         (MESSAGE, {"vllm_xargs": ["x"]}, "vllm_xargs is no object"),
+        (COMPLETION, {"suffix": 5}, "valid string"),
+        (COMPLETION, {"suffix": "x", "max_tokens": []}, "valid integer"),
         (
             CHAT,
             {
@@ -306,3 +308,8 @@ def test_what_is_no_text_or_object_is_refused(client, ask, change, message):
     sent = json.dumps({"model": "demo", "max_tokens": 8, **body, **change})
     sent_as = {"content-type": "application/json"}
     assert message in refusal(client.post(path, content=sent, headers=sent_as))
+
+
+def test_a_number_may_be_a_text_where_a_hole_is_filled(client):
+    asked = {"model": "demo", "prompt": QUESTION, "suffix": " Tom", "max_tokens": "2"}
+    assert client.post("/v1/completions", json=asked).status_code == 200

@@ -39,6 +39,8 @@ _SETTLED = (
     "n",
 )
 """Fields that ``settle`` may change."""
+_NUMBERS = {"max_tokens", "n"}
+"""Fields that may be texts of numbers."""
 
 
 async def settled_fields(
@@ -73,6 +75,12 @@ async def settled_fields(
         fields = {**fields, "max_tokens": None}  # no limit
     if route == COMPLETIONS and is_at_cursor(fields):
         serving = getattr(state, _SERVING[route])
+        # An empty prompt can be completed, which vLLM refuses.
+        request = _read({**fields, "prompt": "a"}, route)
+        if request is None:
+            return fields
+        numbers = {name: getattr(request, name) for name in fields.keys() & _NUMBERS}
+        fields = {**fields, **numbers}
         fields = await settle_completion(fields, serving, asked)
     _check_draws(fields, state)
     if _names_more(fields):
@@ -99,10 +107,9 @@ def _names_more(fields: dict[str, Any]) -> bool:
 async def _settled(
     fields: dict[str, Any], route: str, serving: Any, asked: OpenRequest
 ) -> dict[str, Any]:
-    try:
-        request = _request_class(route).model_validate(fields)
-    except Exception:
-        return fields  # vLLM says what is wrong
+    request = _read(fields, route)
+    if request is None:
+        return fields
     if route == COMPLETIONS and fields.get("max_tokens") is None:
         request.max_tokens = None  # not OpenAI's default
     before = _values(request)
@@ -113,6 +120,14 @@ async def _settled(
         if value is not before.get(name)
     }
     return fields | changed
+
+
+def _read(fields: dict[str, Any], route: str) -> Any:
+    """The request object of a body; None where vLLM will say what is wrong."""
+    try:
+        return _request_class(route).model_validate(fields)
+    except Exception:
+        return None
 
 
 def _values(request: Any) -> dict[str, Any]:
