@@ -212,10 +212,8 @@ class AdaptivePass(LayerPass):
         )
 
     def rows_computed(self, index: int, num_rows: int, results: Results) -> int:
-        first, rest = (
-            self.first_adaptive_layer,
-            self.num_layers - self.first_adaptive_layer,
-        )
+        first = self.first_adaptive_layer
+        rest = self.num_layers - self.first_adaptive_layer
         return -(
             -(first * num_rows + rest * self.some_rows.sizes[index]) // self.num_layers
         )
@@ -241,7 +239,8 @@ class AdaptivePass(LayerPass):
         hidden += layer.mlp(layer.mlp_norm(hidden, attended))
 
     def _recompute_some(self, run: LayersRun, index: int, layer: DecoderLayer) -> None:
-        values, rows = self._choose(run, index, layer), run.rows[index]
+        values = self._choose(run, index, layer)
+        rows = run.rows[index]
         x = attended = update = run.hidden[rows]
         if rows.numel():
             parts, known = ("qkv", []) if values is None else ("qk", [values[rows]])
@@ -269,7 +268,8 @@ class AdaptivePass(LayerPass):
         """
         if self.verified is None:
             return None
-        values, metric = None, str(self.options.similarity_metric)
+        values = None
+        metric = str(self.options.similarity_metric)
         if self.counters is not None:
             # In the place of a token, numbers below ``NO_TOKEN``: apart from what
             # tokens and positions are drawn with.

@@ -77,7 +77,8 @@ def whole_is_due(spec: DecodingSpec, progress: Progress, update_step: int) -> bo
     options = RefreshOptions.of(spec)
     if options.refresh == "all" or progress.steps_before <= update_step:
         return True
-    first, last = progress.before.first, progress.running.stop - 1
+    first = progress.before.first
+    last = progress.running.stop - 1
     return (
         first // options.prompt_refresh_interval
         != last // options.prompt_refresh_interval

@@ -52,7 +52,8 @@ class _Counter:
 
     def take(self) -> dict[str, float]:
         with self._lock:
-            counts, self._counts = self._counts, dict.fromkeys(COUNTS, 0.0)
+            counts = self._counts
+            self._counts = dict.fromkeys(COUNTS, 0.0)
         return counts
 
 

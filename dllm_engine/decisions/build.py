@@ -218,10 +218,8 @@ def build_decision(wanted: DecisionInput) -> Decision:
     beginnings = _beginnings(
         graph, [field.values is None for field in texts.fields], wanted
     )
-    names, values = (
-        [field.name for field in texts.fields],
-        [field.values for field in texts.fields],
-    )
+    names = [field.name for field in texts.fields]
+    values = [field.values for field in texts.fields]
     has_patterns = any(field.values is None for field in texts.fields)
     tokens = np.unique(graph.edges["token"]).tolist() if has_patterns else []
     spellings = [wanted.vocabulary.spelling(token) for token in tokens]

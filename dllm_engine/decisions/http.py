@@ -62,7 +62,8 @@ async def create_decision(
     )
     (output,) = [result async for result in results]
     decision = DecisionOutput.of(output)
-    num_prompt, num_tokens = len(prompt), len(output.outputs[0].token_ids)
+    num_prompt = len(prompt)
+    num_tokens = len(output.outputs[0].token_ids)
     usage = {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_tokens,
@@ -96,13 +97,12 @@ async def settle_decision(request: Any, serving: Any) -> None:
     wanted: Any = getattr(request, "response_format", None)
     if getattr(wanted, "type", None) != "json_schema" or wanted.json_schema is None:
         return
-    schema, vllm_config = (
-        wanted.json_schema.json_schema,
-        serving.engine_client.vllm_config,
-    )
+    schema = wanted.json_schema.json_schema
+    vllm_config = serving.engine_client.vllm_config
     if schema is None or request.logprobs is None or request.logprobs is False:
         return
-    xargs, defaults = dict(request.vllm_xargs or {}), serving.default_sampling_params
+    xargs = dict(request.vllm_xargs or {})
+    defaults = serving.default_sampling_params
     asked = defaults | {name: value for name, value in request if value is not None}
     is_sampled = (
         asked.get("top_p", 1) != 1

@@ -149,10 +149,8 @@ def _decision_input(
         if not isinstance(template, str) or not is_text(template):
             raise InvalidRequestError("template: it is no valid Unicode text; give one")
         check_size(template, "template", "shorten it")
-    model_config, engine = (
-        vllm_config.model_config,
-        EngineOptions.from_vllm_config(vllm_config),
-    )
+    model_config = vllm_config.model_config
+    engine = EngineOptions.from_vllm_config(vllm_config)
     return DecisionInput(
         text,
         template,

@@ -15,10 +15,8 @@ def ends_reasoning(
     vLLM's parsers look for markers that are single tokens. Those of many tokenizers are
     spelled with several.
     """
-    start, end = (
-        reasoning_parser.reasoning_start_str,
-        reasoning_parser.reasoning_end_str,
-    )
+    start = reasoning_parser.reasoning_start_str
+    end = reasoning_parser.reasoning_end_str
     if not end:
         return False
     text = tokenizer.decode(

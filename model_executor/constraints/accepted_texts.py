@@ -71,7 +71,8 @@ class FieldChoices:
     """Choices of a field, and their probabilities."""
 
     def __init__(self, texts: "AcceptedTexts", field: int) -> None:
-        lattice, self.values = texts.lattice, texts.decision.values[field] or []
+        lattice = texts.lattice
+        self.values = texts.decision.values[field] or []
         own = texts.edges_of_fields[field]
         self.begins = own[lattice.choices[own] != LITERAL]
         """Edges that begin a choice."""
@@ -109,7 +110,8 @@ class FieldTexts:
 
     def answer(self, posterior: Posterior, own: np.ndarray) -> dict[str, Any]:
         """As of ``FieldChoices``. The probabilities are exact."""
-        accepted, decision = self.accepted, self.accepted.decision
+        accepted = self.accepted
+        decision = self.accepted.decision
         text = b"".join(
             decision.spellings[column] for column in accepted.edge_columns[own]
         )

@@ -95,7 +95,8 @@ class ConstrainedResponse:
         ``scores``: float64 ``[num_tokens, num_classes]``, −∞ for what must not be
         taken; some run has finite ones. ``first``: canvas position of the first token.
         """
-        constraint, t = self.constraint, self.constraint.transitions
+        constraint = self.constraint
+        t = self.constraint.transitions
         leeways = [
             constraint.leeway(first - self._start + number, self._budget)
             for number in range(len(scores))

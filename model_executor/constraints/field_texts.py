@@ -64,7 +64,8 @@ class FieldLattice:
     ) -> None:
         """``edges``: those of the field, ascending. ``pieces``: number of the text of
         each; ``lengths``: bytes of each text."""
-        sources, targets = lattice.states[edges], lattice.next_states[edges]
+        sources = lattice.states[edges]
+        targets = lattice.next_states[edges]
         first = int(lattice.positions[edges[0]])
         positions = lattice.positions[edges] - first
         self.lattice, self.edges = lattice, edges
@@ -280,7 +281,8 @@ class FieldChances:
             rows_of[state], arriving[state] = {}, []
             if most is not None and len(texts) > most:
                 best = _largest(chances @ self.best[state], most)
-                texts, chances = [texts[row] for row in best.tolist()], chances[best]
+                texts = [texts[row] for row in best.tolist()]
+                chances = chances[best]
             reached = Beginnings(texts, chances)
             yield state, reached
             if not len(arcs.pieces):

@@ -115,7 +115,8 @@ class Lattice:
             np.maximum, scores, self.closes, self.targets, self._backward
         )
         totals = scores + best[self.targets]
-        path, node = np.empty(self.length, np.int64), self.opens[0]
+        path = np.empty(self.length, np.int64)
+        node = self.opens[0]
         for position in range(self.length):
             first, stop = self.first_edges[node : node + 2]
             path[position] = edge = first + totals[first:stop].argmax()

@@ -65,7 +65,8 @@ class RunningDecision:
             logprobs: float64 ``[num_masks, num_columns]`` of ``columns``, under the
                 softmax over the whole vocabulary; finite.
         """
-        lattice, num_tokens = self.lattice, len(self.decision.tokens)
+        lattice = self.lattice
+        num_tokens = len(self.decision.tokens)
         table = np.zeros((lattice.length, num_tokens + 1))
         table[positions, :num_tokens] = logprobs[:, :num_tokens]
         table[positions, num_tokens] = np.logaddexp.reduce(
@@ -75,7 +76,8 @@ class RunningDecision:
             self._allowed, table[lattice.positions, self.texts.edge_columns], -np.inf
         )
         posterior = Posterior(lattice, scores)
-        path, path_fields = posterior.path, lattice.fields[posterior.path]
+        path = posterior.path
+        path_fields = lattice.fields[posterior.path]
         committed = (
             self._left if self._passes_left == 1 else self._surest(positions, posterior)
         )
@@ -116,7 +118,8 @@ class RunningDecision:
         """The fields to commit in a pass that is not the last: those whose tokens are
         all decided, and an equal part of the others. ``positions`` as of ``commit``."""
         lattice, path, steps = self.lattice, posterior.path, posterior.steps
-        path_fields, as_on_path = lattice.fields[path], self._as_on_path(path)
+        path_fields = lattice.fields[path]
+        as_on_path = self._as_on_path(path)
 
         def sureness(field: int) -> float:
             """Log-probability that the field has its text at these positions: only what

@@ -81,10 +81,8 @@ class Guide:
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         """Load the engine's ``guide_model``."""
-        options, model_config = (
-            EngineOptions.from_vllm_config(vllm_config),
-            vllm_config.model_config,
-        )
+        options = EngineOptions.from_vllm_config(vllm_config)
+        model_config = vllm_config.model_config
         assert options.guide_model is not None
         assert options.guide_shape is not None
         hf_config = guide_config(options.guide_model)
@@ -106,11 +104,9 @@ class Guide:
         # vLLM's loader asks the model's config where the weights are.
         self.vllm_config = copy.copy(vllm_config)
         self.vllm_config.model_config = source = copy.copy(model_config)
-        source.model, source.revision, source.hf_config = (
-            options.guide_model,
-            None,
-            hf_config,
-        )
+        source.model = options.guide_model
+        source.revision = None
+        source.hf_config = hf_config
         is_dummy = vllm_config.load_config.load_format == "dummy"
         tensors = {} if is_dummy else check_safetensors(options.guide_model)
         with files_named(tensors):
@@ -181,7 +177,8 @@ class Guide:
         device = self.pages.keys.device
         spans = []
         for draft in drafts:
-            known, text = draft.canvas.guide_text, draft.reading.tokens
+            known = draft.canvas.guide_text
+            text = draft.reading.tokens
             kept = next(
                 (
                     i
@@ -218,7 +215,8 @@ class Guide:
             for t in draft.judged
         ]
         tokens = [draft.reading.tokens[t] for draft in drafts for t in draft.judged]
-        hidden, drafted = hidden[on_device(rows, device)], on_device(tokens, device)
+        hidden = hidden[on_device(rows, device)]
+        drafted = on_device(tokens, device)
         chunks = [
             self._judge(hidden[chunk], drafted[chunk])
             for chunk in self._chunks(len(rows))

@@ -137,7 +137,8 @@ class ShownText:
                 rest.decode()
                 valid, invalid = len(rest), 0
             except UnicodeDecodeError as error:
-                valid, invalid = error.start, error.end - error.start
+                valid = error.start
+                invalid = error.end - error.start
             self._places += [*range(place, place + valid), *[place + valid] * invalid]
             place += valid + _REPLACEMENT_SIZE * bool(invalid)
 

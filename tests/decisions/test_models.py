@@ -57,7 +57,8 @@ def decided(llm, decisions, prompts, **options):
 )
 def test_probabilities(engines, request, family, method):
     checkpoint = request.getfixturevalue(f"tiny_{family}")
-    model, llm = PlainModel(checkpoint), engines(checkpoint, cache_method=method)
+    model = PlainModel(checkpoint)
+    llm = engines(checkpoint, cache_method=method)
     decisions, prompts = drawn(family)
     ends = llm.llm_engine.vllm_config.model_config.hf_config.eos_token_id
     for (decision, fields, literals), prompt, answer in zip(

@@ -64,7 +64,8 @@ def spelled_in_two_ways(rng):
 def test_options_with_several_spellings(engines, request, checkpoint, method):
     """Alone, and beside requests for which the cache method keeps what it computes."""
     path = request.getfixturevalue(checkpoint)
-    model, llm = PlainModel(path), engines(path, cache_method=method)
+    model = PlainModel(path)
+    llm = engines(path, cache_method=method)
     rng = random.Random(checkpoint)
     fields = [[spelled_in_two_ways(rng) for _ in range(n)] for n in (1, 1, 2)]
     literals = [[[], [EOS]], [[61], [EOS]], [[61], [62, 63], [EOS]]]
@@ -144,7 +145,8 @@ def test_both_ways_of_asking(engines, model, way, joint):
     llm = engines(model, skip_tokenizer_init=False, decision_way=way)
     (answers,) = llm.decide(TEXT, Questions(QUESTIONS, joint))
     plain = PlainModel(Path(llm.model_config.model))
-    tokenizer, config = llm.get_tokenizer(), llm.llm_engine.vllm_config
+    tokenizer = llm.get_tokenizer()
+    config = llm.llm_engine.vllm_config
     asking = Asking(
         EngineOptions.from_vllm_config(config), llm.model_config.model, tokenizer
     )

@@ -73,10 +73,8 @@ class PlainESDLLM:
             self.leftmost_mask = self.run.masked(first, end)[0] - self.shift
             if step == 0:
                 self.retained = []
-            block_due, prompt_due = (
-                self.is_due(self.block_refresh_interval),
-                self.is_due(self.prompt_refresh_interval),
-            )
+            block_due = self.is_due(self.block_refresh_interval)
+            prompt_due = self.is_due(self.prompt_refresh_interval)
             due = (
                 block_due
                 or prompt_due
@@ -112,7 +110,8 @@ class PlainESDLLM:
         self, rows: list[int], skips: bool, records: bool
     ) -> tuple[list[int], torch.Tensor]:
         """The rows that reach the last layer, and the logits."""
-        x, num_rows = self.model.embed(self.run.canvas)[rows], len(rows)
+        x = self.model.embed(self.run.canvas)[rows]
+        num_rows = len(rows)
         if skips:
             self.run.traces["selected_positions"].append([])
         recorded = []
@@ -123,15 +122,14 @@ class PlainESDLLM:
                 kept = self.cut(
                     layer, rows, compared[self.indicator].flatten(1), num_rows, skips
                 )
-                rows, x, q, k, v = (
-                    [rows[i] for i in kept],
-                    x[kept],
-                    q[kept],
-                    k[kept],
-                    v[kept],
-                )
+                rows = [rows[i] for i in kept]
+                x = x[kept]
+                q = q[kept]
+                k = k[kept]
+                v = v[kept]
             self.buffer.k[layer, rows], self.buffer.v[layer, rows] = k, v
-            keys, values = self.buffer.k[layer], self.buffer.v[layer]
+            keys = self.buffer.k[layer]
+            values = self.buffer.v[layer]
             if records:
                 outside = [
                     row for row in range(self.run.length) if row not in self.block
@@ -148,12 +146,11 @@ class PlainESDLLM:
             if self.retained:
                 _, old_keys, old_values = self.retained[layer]
                 block = [row for row in self.block if row < self.run.cut]
-                keys, values = (
-                    torch.cat([old_keys, keys[block]]),
-                    torch.cat([old_values, values[block]]),
-                )
+                keys = torch.cat([old_keys, keys[block]])
+                values = torch.cat([old_values, values[block]])
             else:
-                keys, values = keys[: self.run.cut], values[: self.run.cut]
+                keys = keys[: self.run.cut]
+                values = values[: self.run.cut]
             x = x + self.model.attention(weights, q, keys, values)
             x = x + self.model.mlp(weights, x)
             if layer in self.fractions and self.indicator == "hidden_state":

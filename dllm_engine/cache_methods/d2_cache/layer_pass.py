@@ -191,7 +191,8 @@ class RolloutPass(LayerPass):
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention output, and the logarithm of each softmax's denominator."""
-        tokens, bounds = self.tables.paged_tokens(layer), self.batch.cu_seqlens
+        tokens = self.tables.paged_tokens(layer)
+        bounds = self.batch.cu_seqlens
         most_rows = max(self.groups)[0]
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         out = paged_attention(
@@ -207,7 +208,8 @@ class RolloutPass(LayerPass):
         lse: torch.Tensor,
     ) -> None:
         """Add a layer to the rollouts of each group's requests."""
-        tokens, bounds = self.tables.paged_tokens(layer), self.batch.cu_seqlens
+        tokens = self.tables.paged_tokens(layer)
+        bounds = self.batch.cu_seqlens
         ranks = get_tensor_model_parallel_world_size()
         for requests, rollout in rollouts:
             keys = KeysInPages(
@@ -227,7 +229,8 @@ class RolloutPass(LayerPass):
     def observe(
         self, index: int, positions: torch.Tensor, statistics: TokenStatistics
     ) -> None:
-        canvas, plan = self.batch.canvases[index], self.batch.plans[index]
+        canvas = self.batch.canvases[index]
+        plan = self.batch.plans[index]
         if plan.quota.predicts is not None:
             measure = canvas.spec.unmasking.policy.measures
             confidence = statistics.confidence(
@@ -257,12 +260,11 @@ class RolloutPass(LayerPass):
         """The rows of a request's next pass, by the importance and the confidence of
         its positions, float64 ``[canvas_length]``; None if no mask is left."""
         canvas = self.batch.canvases[index]
-        spec, options = canvas.spec, D2CacheOptions.of(canvas.spec)
-        start, shift, known = (
-            spec.layout.prompt_length,
-            int(spec.layout.shifts_logits),
-            canvas.known >= 0,
-        )
+        spec = canvas.spec
+        options = D2CacheOptions.of(canvas.spec)
+        start = spec.layout.prompt_length
+        shift = int(spec.layout.shifts_logits)
+        known = canvas.known >= 0
         if known.all():
             return None
         chosen = start + self._masked_to_predict(
@@ -293,16 +295,17 @@ class RolloutPass(LayerPass):
 
         ``known`` bool, ``confidence`` float64, of the response: ``[gen_length]``.
         """
-        spec, window = self.batch.canvases[index].spec, self.batch.plans[index].window
-        options, masked = D2CacheOptions.of(spec), np.flatnonzero(~known)
-        first, stop = (
-            window.start - spec.layout.prompt_length,
-            window.stop - spec.layout.prompt_length,
-        )
+        spec = self.batch.canvases[index].spec
+        window = self.batch.plans[index].window
+        options = D2CacheOptions.of(spec)
+        masked = np.flatnonzero(~known)
+        first = window.start - spec.layout.prompt_length
+        stop = window.stop - spec.layout.prompt_length
         if spec.schedule.block_add_threshold is not None:
             first = masked[0] // spec.layout.block_length * spec.layout.block_length
             stop = min(first + spec.layout.block_length, spec.layout.gen_length)
-        preferred, unit = np.arange(first, stop), spec.layout.block_length
+        preferred = np.arange(first, stop)
+        unit = spec.layout.block_length
         if options.range_unit == "masks":
             preferred = preferred[~self.known_before[index][first:stop]]
             first, unit = preferred[0], len(preferred)

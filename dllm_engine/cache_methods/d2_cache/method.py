@@ -60,11 +60,9 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     )
     plan = plan_on_canvas(spec, progress, state, scope, spec.layout.canvas_span)
     # Also in passes that fill a span alone, rows are chosen from the whole canvas.
-    plan.span, plan.max_rows, plan.read = (
-        spec.layout.canvas_span,
-        spec.layout.canvas_length,
-        spec.layout.canvas_length,
-    )
+    plan.span = spec.layout.canvas_span
+    plan.max_rows = spec.layout.canvas_length
+    plan.read = spec.layout.canvas_length
     if spec.unmasking.slow_fast is None:
         # Where the schedule asks for a position by name, its row may not be among those
         # computed.

@@ -59,7 +59,8 @@ class BlockState:
         """The state after a pass that filled so many tokens, and whose rows before
         ``processed`` went through all layers.
         """
-        num_passes, filled = self.num_passes + 1, self.num_filled + num_filled
+        num_passes = self.num_passes + 1
+        filled = self.num_filled + num_filled
         keep = self.keep
         if options.alpha > 0:
             keep = max(math.ceil(options.alpha * filled / num_passes), 1)
@@ -117,7 +118,8 @@ class FocusPass(LayerPass):
         filled up with row 0, and which of them are real.
         """
         shape = len(self.masked), max(map(len, self.masked.values()))
-        rows, real = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=bool)
+        rows = np.zeros(shape, dtype=np.int64)
+        real = np.zeros(shape, dtype=bool)
         for line, (index, masked) in enumerate(self.masked.items()):
             own = self.batch.host_positions[self.batch.rows(index)]
             first = self.batch.bounds[index]
@@ -156,13 +158,15 @@ class FocusPass(LayerPass):
         that went on, which the host has.
         """
         slots = self.tables.row_slots()
-        rows, split = torch.arange(hidden.shape[0], device=hidden.device), self.rows
+        rows = torch.arange(hidden.shape[0], device=hidden.device)
+        split = self.rows
         x, importance = hidden, hidden.new_zeros(())
         for index, layer in enumerate(layers):
             q, k, v = layer.qkv(layer.attn_norm(x), phases)
             self.pages.write(k, v, slots[index], rows)
             if self.masked and index <= EVICTING_LAYER:
-                before, importance = importance, self._importance(q, k)
+                before = importance
+                importance = self._importance(q, k)
             if self.masked and index == EVICTING_LAYER:
                 kept = self._kept_rows(importance - before)
                 rows = on_device(np.concatenate(kept), hidden.device)
@@ -193,7 +197,8 @@ class FocusPass(LayerPass):
         over all heads, float32 ``[requests, most masked rows]``; the paper's
         I.
         """
-        queries, keys = q[self.masked_rows].float(), k[self.masked_rows].float()
+        queries = q[self.masked_rows].float()
+        keys = k[self.masked_rows].float()
         # Query heads share KV heads in consecutive groups.
         queries = queries.unflatten(2, (keys.shape[2], -1))
         scores = torch.einsum("rihgd,rjhd->rhgij", queries, keys).flatten(1, 2)
@@ -228,7 +233,8 @@ class FocusPass(LayerPass):
     def settle(
         self, index: int, results: Results, answers: Sequence[np.ndarray]
     ) -> int | None:
-        state, canvas = self.states[index], self.batch.canvases[index]
+        state = self.states[index]
+        canvas = self.batch.canvases[index]
         if state is not None:
             processed = int(self._finished_positions(index, results)[-1]) + 1
             canvas.own = state.after(len(canvas.last_unmasked), processed, self.options)
@@ -242,7 +248,8 @@ class FocusPass(LayerPass):
 
     def rows_computed(self, index: int, num_rows: int, results: Results) -> int:
         num_finished = self._finished_positions(index, results).size
-        first, rest = EVICTING_LAYER + 1, self.num_layers - EVICTING_LAYER - 1
+        first = EVICTING_LAYER + 1
+        rest = self.num_layers - EVICTING_LAYER - 1
         return -(-(first * num_rows + rest * num_finished) // self.num_layers)
 
     def record(self, index: int, results: Results) -> dict[str, Any]:

@@ -55,10 +55,8 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     first step after that keeps it. Its last row then predicts the window's first
     position where logits are shifted.
     """
-    window, clean = (
-        spec.layout.span_of(progress.running),
-        clean_tokens(spec, progress.running),
-    )
+    window = spec.layout.span_of(progress.running)
+    clean = clean_tokens(spec, progress.running)
     visible = spec.layout.visible(window)
     if progress.num_forwards == 0:
         return plan_behind_prefix(spec, progress, 0, visible.stop, keep=clean)

@@ -34,7 +34,8 @@ class HeadTables(BatchTables):
         super().__init__(batch, PageKind.KV)
         self.batch, self.pages = batch, pages
         device = batch.device
-        num_layers, heads = pages.geometry.num_layers, pages.num_kv_heads
+        num_layers = pages.geometry.num_layers
+        heads = pages.num_kv_heads
         for canvas in batch.canvases:
             if canvas.own is None:
                 canvas.own = RetainedPrompt(
@@ -128,10 +129,8 @@ class HeadTables(BatchTables):
         ]
         slots.masked_fill_((self.response_index < 0)[:, None], -1)
         for i in self.prompts:
-            first_row, layer_numbers = (
-                self.batch.bounds[i],
-                self.batch.canvases[i].own.numbers,
-            )
+            first_row = self.batch.bounds[i]
+            layer_numbers = self.batch.canvases[i].own.numbers
             # A request that votes in this pass has not yet, where other requests' rows
             # are verified.
             if isinstance(layer, int) and layer < len(layer_numbers):
