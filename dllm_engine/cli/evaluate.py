@@ -41,6 +41,7 @@ from dllm_engine.evaluation.comparison import (
     table,
 )
 from dllm_engine.evaluation.harness import HarnessTask
+from dllm_engine.evaluation.intents import INTENTS
 from dllm_engine.evaluation.likelihood import NUM_SAMPLES
 from dllm_engine.evaluation.own_tasks import (
     DECISIONS,
@@ -174,7 +175,8 @@ def add_own_task_arguments(
     tasks = (
         f"tasks of the demo model ({', '.join(TASKS)}, or `{DEMO_TASKS}`, the default, "
         f"for all in a row; "
-        f"{' and '.join(DECISIONS)} with the rules passes=N, or others to generate the text), or "
+        f"{' and '.join(DECISIONS)} with the rules passes=N, or others to generate the text), "
+        f"{' or '.join(INTENTS)} (questions of the package jev-style), or "
         '.jsonl files with lines {"prompt": "…", "answer": "…"}'
     )
     add_value(group, "--tasks", str, "NAME,…", tasks)

@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, StringConstraints
 from dllm_engine.batch import Message, prompt_tokens, read_input, settings_digest
 from dllm_engine.demo.tasks import CITIES, RECALL_TASKS, TASKS, make_examples
 from dllm_engine.evaluation.comparison import Result, Task, mean_and_error
+from dllm_engine.evaluation.intents import INTENTS, read_intents
 from dllm_engine.evaluation.labelled_questions import (
     QuestionTask,
     is_labelled,
@@ -32,7 +33,7 @@ DECISIONS = {"decisions": False, "decisions-json": True}
 
 
 def named_task(name: str, count: int | None, seed: int, match: str) -> Task:
-    """A task of the demo model, or of a JSONL file; raises ``ValueError`` for an
+    """A task of the demo model, of intents, or of a JSONL file; raises ``ValueError`` for an
     unknown one.
     """
     if name.endswith(".jsonl"):
@@ -40,6 +41,8 @@ def named_task(name: str, count: int | None, seed: int, match: str) -> Task:
         if is_labelled(path):
             return QuestionTask(name, read_labelled(path)[:count])
         return OwnTasks(name, read_tasks(Path(name))[:count], match)
+    if name in INTENTS:
+        return QuestionTask(name, read_intents(name)[:count])
     if name in DECISIONS:
         return DecisionTask(
             name, demo_questions(count or DEMO_COUNT, seed, as_json=DECISIONS[name])
@@ -99,7 +102,7 @@ def demo_tasks(name: str, count: int, seed: int) -> list[OwnTask]:
     """``count`` examples of a task of the demo model, with ``DEMO_TASKS`` of each of
     them.
     """
-    known = (DEMO_TASKS, *TASKS)
+    known = (DEMO_TASKS, *TASKS, *DECISIONS, *INTENTS)
     if name not in known:
         raise ValueError(
             f"unknown task {name!r}{did_you_mean(name, known)} (tasks: "

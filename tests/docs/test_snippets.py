@@ -63,6 +63,7 @@ NOT_RUN = {
     'pip install "dllm-engine[ray]"': NEEDS_CHECKPOINT,
     "pip install 'dllm-engine[eval]'": NEEDS_NETWORK,
     "dllm eval --model GSAI-ML/LLaDA-8B-Instruct --paper-task": NEEDS_CHECKPOINT,
+    "dllm eval --model GSAI-ML/LLaDA-8B-Instruct --tasks intents": NEEDS_CHECKPOINT,
     "dllm bench --model llada-8b": "needs a GPU",
     "dllm check --output check.json": (
         "tests/cli/test_check.py runs it in its own process, where engines start faster"
