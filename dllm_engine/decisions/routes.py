@@ -46,7 +46,11 @@ def add_routes(app: Any) -> None:
         return await _answered(protocol, read, raw_request)
 
     async def create_system_one(body: Body, raw_request: Request) -> JSONResponse:
-        return await _answered(_system_one, _parsed(body), raw_request)
+        kind = raw_request.headers.get("content-type", "")
+        # Only images come in a form.
+        is_form = kind.startswith("multipart/form-data")
+        read = {"assets": {}} if is_form else _parsed(body)
+        return await _answered(_system_one, read, raw_request)
 
     async def show_models(raw_request: Request) -> JSONResponse:
         models = raw_request.app.state.openai_serving_models
@@ -190,8 +194,8 @@ class _SystemOne:
     ) -> dict[str, Any]:
         if not isinstance(body, dict):
             raise QuestionError([], "the body must be a JSON object")
-        asked = _model_of(body)
         state, questions = systemone_form.read_request(body)
+        asked = _model_of(body)
         models = raw_request.app.state.openai_serving_models
         is_default = asked == systemone_form.DEFAULT_MODEL
         model = models.model_name() if is_default else asked

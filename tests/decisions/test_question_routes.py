@@ -243,6 +243,15 @@ def test_systemone_errors(client, change, status, message):
     assert message in str(response.json()["detail"])
 
 
+def test_images_in_a_form_are_refused_by_name(client):
+    parts = {"request": (None, "{}", "application/json"), "photo": ("x.png", b"x")}
+    response = client.post("/v1/systemone", files=parts)
+    assert response.status_code == 422
+    (error,) = response.json()["detail"]
+    assert error["loc"] == ["body", "assets"]
+    assert error["msg"].startswith("assets are not supported")
+
+
 def test_labels_that_the_model_cannot_write_are_named(client):
     choices = [{"value": "<|mdm_mask|>\0"}, {"value": " a"}, {"value": "a"}]
     question = {"type": "choice", "instructions": "?", "choices": choices}
