@@ -29,6 +29,8 @@ _MAY_BE_HALF = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 """Halves of a character in JSON, escaped or not; two of them may be a whole one."""
 _OWN_FIELDS = ("/v1/systemone", *OWN_BODIES)
 """Routes whose bodies have fields of their own, of which some have names of ours."""
+_OWN_ERRORS = ("/v1/decisions", "/v1/systemone")
+"""Routes that refuse a text which is none in a form of their own."""
 
 
 class BodyCheck:
@@ -149,7 +151,7 @@ def _checked_fields(body: bytes, path: str) -> dict[str, Any] | None:
     """
     try:
         fields = json.loads(body)
-        if _MAY_BE_HALF.search(body):
+        if path not in _OWN_ERRORS and _MAY_BE_HALF.search(body):
             json.dumps(fields, ensure_ascii=False).encode()
     except RecursionError:
         raise InvalidRequestError(
