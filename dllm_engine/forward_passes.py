@@ -111,7 +111,7 @@ class ForwardPasses:
                 self._steps_until = now + (now - begin)
 
     def _taken(self) -> list[tuple[list[Probe], "asyncio.Future[Any]"]]:
-        """What the next pass computes, for clients that have not gone."""
+        """The next pass, for clients that have not gone."""
         taken: list[tuple[list[Probe], asyncio.Future[Any]]] = []
         num_rows = 0
         while self._waiting:

@@ -141,7 +141,7 @@ class PageTables:
         return min(per_layer) * self.geometry.page_size
 
     def _num_final(self, state: RequestState, num_tokens: int) -> int:
-        """How many of the first ``num_tokens`` in pages are never computed again."""
+        """The number of the first ``num_tokens`` that are never computed again."""
         if self.demand.method.keeps_for_good:
             return num_tokens
         return state.spec.num_sharable or 0

@@ -38,7 +38,7 @@ from dllm_engine.request_options.sampling_params import DECISION
 from dllm_engine.structured_output.requests import serialized_tokenizer
 
 Message = dict[str, Any]
-"""Of a chat: ``role`` and ``content``."""
+"""A message of a chat: ``role`` and ``content``."""
 
 TEMPLATE_FILE = "decision_template.jinja"
 """In the folder of a checkpoint that brings its own words."""

@@ -17,7 +17,7 @@ from dllm_engine.decisions.questions import (
 )
 
 Message = dict[str, str]
-"""Of a chat: ``role`` and ``content``."""
+"""A message of a chat: ``role`` and ``content``."""
 
 _FIELDS = {
     "model",

@@ -19,7 +19,7 @@ from dllm_engine.vllm_hooks.server.settling import COMPLETIONS, settled_fields
 
 @dataclass(frozen=True)
 class CursorRequest:
-    """What is asked for."""
+    """A completion that is asked for at a cursor."""
 
     prefix: str
     suffix: str | None = ""

@@ -17,7 +17,7 @@ from dllm_engine.editors.openai_forms import FimForm
 from dllm_engine.request_options.errors import InvalidRequestError
 
 NO_CHANGE = "None"
-"""What clients read as: the region needs no edit."""
+"""Answer that tells clients: the region needs no edit."""
 _REGION = re.compile(
     r"<\|code_to_edit\|>\n?(?P<region>.*?)\n?<\|/code_to_edit\|>", re.DOTALL
 )
@@ -28,7 +28,7 @@ _APPLIED = (
     (r"<\|update_snippet\|>", r"<\|/update_snippet\|>"),
 )
 _TAGS = (("<code>", "</code>"), ("<update>", "</update>"))
-"""Of Relace and Morph."""
+"""Tags of Relace and Morph."""
 
 
 class Message(BaseModel):
@@ -39,7 +39,7 @@ class Message(BaseModel):
 
 
 class ChatBody(BaseModel):
-    """What both routes take. Fields that are not here are ignored."""
+    """The fields that both routes take. Fields that are not here are ignored."""
 
     messages: list[Message] = Field(min_length=1)
     model: str | None = None

@@ -18,7 +18,7 @@ class ExtraFile(BaseModel):
 
 
 class LlamaBody(BaseModel):
-    """What both routes take. Fields that are not here are ignored."""
+    """The fields that both routes take. Fields that are not here are ignored."""
 
     model: str | None = None
     n_predict: int | None = Field(None, ge=-1)

@@ -14,7 +14,7 @@ class Around(NamedTuple):
 
 
 class Markers(NamedTuple):
-    """What stands before the prefix, before the suffix, and at the prompt's end."""
+    """Texts before the prefix, before the suffix, and at the prompt's end."""
 
     prefix: str
     suffix: str
@@ -31,7 +31,7 @@ _MARKERS = (
     Markers("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>"),
     Markers("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
 )
-"""Of Qwen2.5-Coder, CodeGemma and Granite; StarCoder and Stable Code; CodeLlama;
+"""Markers of Qwen2.5-Coder, CodeGemma and Granite; StarCoder and Stable Code; CodeLlama;
 DeepSeek; Seed-Coder; GLM and CodeGeeX."""
 _CODESTRAL = re.compile(
     r"(?:<s>)?\[SUFFIX\](?P<suffix>.*?)\[PREFIX\](?P<prefix>.*)", re.DOTALL

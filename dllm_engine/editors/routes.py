@@ -30,7 +30,7 @@ from dllm_engine.text import explain
 
 
 class Form(Protocol):
-    """How an answer is written."""
+    """The form of answers."""
 
     media_type: str
 

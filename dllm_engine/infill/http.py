@@ -65,7 +65,7 @@ class Filling:
     async def lengths(
         self, engine: Any, prompt: Sequence[int], place: int
     ) -> list[int]:
-        """Those of the open holes, for the prompt at a place of the request."""
+        """Lengths of the open holes, for the prompt at a place of the request."""
         group, rank = divmod(place, self.num_choices)
         if group not in self.rankings:
             ranking = self._ranked(engine, prompt)

@@ -50,7 +50,7 @@ class SparsePass(AddingPass):
 
     @classmethod
     def of(cls, batch: StepBatch, pages: PageMemory) -> LayerPass:
-        """Where every position is retained, there is nothing to choose."""
+        """A pass that chooses, unless every position is retained."""
         chooses = any(
             plan.state is RefreshState.UPDATE
             and (

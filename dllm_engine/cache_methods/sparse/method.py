@@ -158,7 +158,7 @@ def num_retained(spec: DecodingSpec, running: Blocks) -> int:
 
 
 def hold(spec: DecodingSpec, running: Blocks, geometry: PoolGeometry) -> PageCounts:
-    """What is retained; where prompts are shared, what is before the window, too."""
+    """Retained tokens; if prompts are shared, all tokens before the window as well."""
     retained = num_retained(spec, running)
     if spec.num_sharable is None:
         return geometry.uniform(retained)
