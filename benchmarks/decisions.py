@@ -110,7 +110,7 @@ def question_figures(llm: Any, count: int, together: int, passes: list[float]) -
         pairs = zip(answers, homes.values(), strict=True)
         return [answer.value == home for answer, home in pairs]
 
-    def generated(prompt: str, homes: dict[str, str], **rule: float) -> list[bool]:
+    def generated(prompt: str, homes: dict[str, str], **rule: Any) -> list[bool]:
         schema = schema_of({name: list(CITIES) for name in homes})
         constraint = StructuredOutputsParams(json=schema)
         params = DiffusionParams(gen_length=64, structured_outputs=constraint, **rule)

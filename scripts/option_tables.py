@@ -91,6 +91,7 @@ def request_table() -> list[str]:
         inspect.getsource(DiffusionParams),
         re.DOTALL,
     )
+    assert meaning is not None
     schemas = {
         "gen_length": {"type": "integer", "minimum": 1, "description": meaning[1]}
     }

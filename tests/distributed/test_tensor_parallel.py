@@ -182,6 +182,7 @@ CASES: dict[str, Any] = {
     ),
     "experts sdar": ("tiny_sdar_moe", {"max_model_len": 256}, BLOCK_RULES[:3], ORDER),
     "a2d": ("tiny_a2d", {"cache_method": "dual"} | SHORT, RULES[:3], ORDER),
+    "a2d bd3lm": ("tiny_a2d_bd3lm", {"page_size": 4} | SHORT, BLOCK_RULES[:2], CHOSEN),
     "open-dcoder": ("tiny_open_dcoder", SHORT, [{}, {"unmasking": "p2"}], ORDER),
     "fast-dllm v2": (
         "tiny_fast_dllm_v2",
@@ -248,6 +249,19 @@ def check_two_ranks(engines, checkpoint_of, case, backend="mp"):
         planned, allocated, reserved = pages[0]
         assert allocated == reserved < planned, "what voting left free is given back"
     assert by_blocks == any(output.num_cached_tokens for output in again)
+
+
+def test_two_ranks_share_prompts(engines, checkpoint_of):
+    checkpoint = checkpoint_of("llada-tiny-a")
+    engine = SPARSE | {"share_prompts": True, "page_size": 16, "max_model_len": 128}
+    prompts = [[*range(50), number] for number in range(5)]
+    params = DiffusionParams(gen_length=20, block_length=8, ignore_eos=True)
+    with two_ranks(checkpoint, **engine) as sharded:
+        answers = generate(sharded, prompts, params)
+    others = generate(engines(checkpoint, **engine), prompts, params)
+    assert_alike(answers, others, *RETAINED)
+    for outputs in (answers, others):
+        assert [each.num_cached_tokens for each in outputs] == [0, 48, 48, 48, 48]
 
 
 def test_two_ranks_split_quantized_weights(engines, tmp_path):
