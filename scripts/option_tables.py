@@ -215,7 +215,7 @@ def not_served_table() -> list[str]:
     reasons += [
         f"- {other.name} {other.reason}."
         for family in FAMILIES.values()
-        for other in family.unsupported
+        for other in (*family.unsupported, *filter(None, [family.barred]))
     ]
     return reasons
 

@@ -1,6 +1,7 @@
 """Model families: the table of their facts, and what configs say beside it."""
 
 from dllm_engine.families.config_tokens import (
+    barred_tokens,
     every_end_token,
     model_end_tokens,
     released_defaults,
@@ -47,6 +48,7 @@ __all__ = [
     "Shape",
     "Shard",
     "TensorNames",
+    "barred_tokens",
     "every_end_token",
     "model_end_tokens",
     "released_defaults",

@@ -16,6 +16,13 @@ def released_defaults(hf_config: Any) -> Mapping[str, Any]:
     return by_name.get(name, {})
 
 
+def barred_tokens(hf_config: Any) -> list[int]:
+    """Tokens that are never chosen, whatever their logits."""
+    barred = hf_config.family.barred
+    keys = () if barred is None else barred.keys
+    return [token for key in keys for token in _config_tokens(hf_config, key)]
+
+
 def model_end_tokens(hf_config: object) -> list[int]:
     """The end tokens that a checkpoint's config names."""
     return _config_tokens(hf_config, "eos_token_id")

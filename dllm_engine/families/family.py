@@ -258,6 +258,8 @@ class ModelFamily:
     """True if the authors begin the prompts of base models with the BOS token, which
     the tokenizer does not."""
     unsupported: tuple[Unsupported, ...] = ()
+    barred: Unsupported | None = None
+    """Models that are served, but whose tokens under ``keys`` are never chosen."""
 
     def block_length_of(self, gen_length: int) -> int:
         """Block length of a request that names none. Attention by blocks has the same

@@ -240,13 +240,11 @@ LLADA2 = ModelFamily(
     },
     without_effect=_WINDOW,
     turns_parts=True,
-    unsupported=(
-        Unsupported(
-            "LLaDA2.2",
-            ("delete_token_id", "split_token_id"),
-            "deletes and inserts tokens while it decodes, by a rule that is not "
-            "published; take LLaDA2.1",
-        ),
+    barred=Unsupported(
+        "LLaDA2.2",
+        ("delete_token_id", "split_token_id"),
+        "deletes and inserts tokens while it decodes, by a rule that is not published; "
+        "here it only fills, and replaces with edit_threshold: expect worse answers",
     ),
 )
 ILLADA = ModelFamily(

@@ -10,6 +10,7 @@ from pydantic import Field
 from dllm_engine.decoding.canvas_layout import CanvasLayout
 from dllm_engine.decoding.spec import Sampling, TokenBias
 from dllm_engine.decoding.unmasking_policies import MOST_TOKENS
+from dllm_engine.families import barred_tokens
 from dllm_engine.request_options.context import RequestContext, refused
 from dllm_engine.request_options.facts import OptionGroup
 
@@ -49,11 +50,12 @@ def resolve_sampling(
         token: number for token, number in (params.logit_bias or {}).items() if number
     }
     bias = TokenBias(layout.canvas_length, tuple(sorted(added.items())))
+    barred = TokenBias.barring(barred_tokens(request.hf_config), layout.canvas_length)
     return Sampling(
         params.temperature,
         top_p,
         top_k,
-        token_biases=(bias,) if bias.values else (),
+        token_biases=tuple(each for each in (barred, bias) if each.values),
     )
 
 

@@ -17,7 +17,7 @@ from dllm_engine.admission import unsupported
 from dllm_engine.cache_methods.page_demand import PageDemand
 from dllm_engine.checkpoints import check_folder
 from dllm_engine.decoding.unmasking_policies import PARALLEL_RULES
-from dllm_engine.families import ModelFamily, released_defaults
+from dllm_engine.families import ModelFamily, barred_tokens, released_defaults
 from dllm_engine.memory import CPU_PAGE_POOL_BYTES
 from dllm_engine.model_executor.guide.sizes import guide_config, guide_shape
 from dllm_engine.model_executor.guide.text import Retokenizer
@@ -379,6 +379,11 @@ def _tell_of_released_defaults(
 ) -> None:
     """Say which defaults a model's name brings, or would bring if it were another's."""
     model, family = model_config.model, model_config.hf_config.family
+    if family.barred is not None and barred_tokens(model_config.hf_config):
+        logger.warning_once(
+            "%s: %s %s", model, family.barred.name, family.barred.reason
+        )
+        return
     if named := released_defaults(model_config.hf_config):
         logger.info_once(
             "%s: requests get %s by default, as its name says",

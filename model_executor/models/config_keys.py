@@ -411,6 +411,8 @@ class LLaDA2Keys(DenseKeys):
     topk_group: Size = 4
     routed_scaling_factor: Annotated[float, Field(gt=0)] = 2.5
     expert_capacity: Count = 0
+    delete_token_id: Count | None = None
+    split_token_id: Count | None = None
     moe_router_enable_expert_bias: bool = True
 
     @staticmethod

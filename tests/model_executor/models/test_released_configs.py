@@ -13,6 +13,7 @@ from dllm_engine.checkpoints import (
     load_config,
     named_shape,
 )
+from dllm_engine.families import barred_tokens
 from dllm_engine.model_executor.models.configs import CONFIG_CLASSES, parse_config
 from dllm_engine.plugin import register
 from dllm_engine.request_options.defaults import checkpoint_defaults
@@ -124,10 +125,6 @@ def test_a_wrong_pair_of_type_and_architecture_names_the_right_one():
         (
             CONFIGS["dream"] | {"expand_token_id": 7},
             "DreamOn is not supported: it expands and deletes masks",
-        ),
-        (
-            CONFIGS["llada2"] | {"split_token_id": 7},
-            "LLaDA2.2 is not supported: it deletes and inserts tokens",
         ),
         (
             A2D | {"model_type": "qwen3"},
@@ -274,3 +271,10 @@ def test_heads_must_divide_and_other_names_are_no_shapes(name, message):
     with pytest.raises(ValueError, match=message):
         named_shape(name)
     assert not is_named_shape("demo")
+
+
+def test_tokens_that_insert_and_delete_are_never_chosen():
+    config = CONFIGS["llada2"] | {"delete_token_id": 9, "split_token_id": 7}
+    read = parse_config(config, "LLaDA2.2-mini")
+    assert barred_tokens(read) == [9, 7]
+    assert barred_tokens(parse_config(CONFIGS["llada2"], "LLaDA2.0-mini")) == []
