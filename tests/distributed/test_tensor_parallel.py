@@ -182,7 +182,7 @@ CASES: dict[str, Any] = {
     ),
     "experts sdar": ("tiny_sdar_moe", {"max_model_len": 256}, BLOCK_RULES[:3], ORDER),
     "a2d": ("tiny_a2d", {"cache_method": "dual"} | SHORT, RULES[:3], ORDER),
-    "a2d bd3lm": ("tiny_a2d_bd3lm", {"page_size": 4} | SHORT, BLOCK_RULES[:2], CHOSEN),
+    "a2d bd3lm": ("tiny_a2d_bd3lm", {"page_size": 4} | SHORT, BLOCK_RULES[:2], ORDER),
     "open-dcoder": ("tiny_open_dcoder", SHORT, [{}, {"unmasking": "p2"}], ORDER),
     "fast-dllm v2": (
         "tiny_fast_dllm_v2",
@@ -253,7 +253,12 @@ def check_two_ranks(engines, checkpoint_of, case, backend="mp"):
 
 def test_two_ranks_share_prompts(engines, checkpoint_of):
     checkpoint = checkpoint_of("llada-tiny-a")
-    engine = SPARSE | {"share_prompts": True, "page_size": 16, "max_model_len": 128}
+    engine: dict[str, Any] = {
+        **SPARSE,
+        "share_prompts": True,
+        "page_size": 16,
+        "max_model_len": 128,
+    }
     prompts = [[*range(50), number] for number in range(5)]
     params = DiffusionParams(gen_length=20, block_length=8, ignore_eos=True)
     with two_ranks(checkpoint, **engine) as sharded:
@@ -320,7 +325,7 @@ def test_two_ranks_share_an_adapter(engines, tiny_llada, tmp_path):
 # Where a guide decides
 
 
-ASKED = [
+ASKED: list[dict[str, Any]] = [
     {},
     {"guided": False, "threshold": 0.9},
     {"guide_threshold": 0.8, "speculation_length": 5},

@@ -113,13 +113,14 @@ EDITED = " Tom=48, Ida=07, Max=31"
 def test_an_edit_changes_the_rest_of_the_cursors_line(client, rest, wanted):
     region = f"<|code_to_edit|>{PREFIX[-8:]}<|cursor|>{rest}<|/code_to_edit|>"
     content = f"{PREFIX[:-8]}{region}<|/current_file_content|>"
-    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 32}
+    message = {"role": "user", "content": content}
+    body = {"messages": [message], "max_tokens": 32}
     answer = client.post("/v1/edit/completions", json=body).json()
     assert answer["object"] == "edit.completion"
     assert answer["choices"][0]["message"]["content"] == wanted
     (chunk,) = chunks_of(client.post("/v1/edit/completions", json=body | {"stream": 1}))
     assert chunk["choices"][0]["delta"]["content"] == wanted
-    body["messages"][0]["content"] = PREFIX
+    message["content"] = PREFIX
     answer = client.post("/v1/edit/completions", json=body)
     assert "code_to_edit" in message_of(answer)
 

@@ -105,9 +105,11 @@ def test_a_correction_is_found_and_only_where_it_helps():
     questions, measured = zip(*pairs, strict=True)
     fitted = fit(questions, measured, seed=1)
     choice = fitted.calibration.of("choice")
-    assert choice == Correction(pytest.approx(3.0, rel=0.25))
+    assert choice.temperature == pytest.approx(3.0, rel=0.25)
+    assert choice == Correction(choice.temperature)
     yes_no = fitted.calibration.of("yes_no")
-    assert yes_no == Correction(pytest.approx(1.0, rel=0.25))
+    assert yes_no.temperature == pytest.approx(1.0, rel=0.25)
+    assert yes_no == Correction(yes_no.temperature)
     assert fitted.after.log_loss < fitted.before.log_loss
     assert fitted.after.calibration_error < fitted.before.calibration_error
     with pytest.raises(ValueError, match="19 questions are too few"):
@@ -118,7 +120,8 @@ def test_orders_and_the_prior_are_used_where_they_help():
     rng = np.random.default_rng(0)
     pairs = [drawn(rng, "choice", towards_first=2.0) for _ in range(400)]
     pairs += [drawn(rng, "yes_no", prior=2.0) for _ in range(400)]
-    fitted = fit(*zip(*pairs, strict=True), seed=1)
+    questions, measured = zip(*pairs, strict=True)
+    fitted = fit(questions, measured, seed=1)
     assert fitted.calibration.of("choice").orders > 1
     assert fitted.calibration.of("yes_no").has_prior
     assert fitted.calibration.of("yes_no").orders == 1

@@ -1,6 +1,7 @@
 """Self-speculation: the text of the autoregressive mode, whatever is drafted."""
 
 import re
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from tests.support.random_requests import any_text
 from tests.support.stepped_engines import run_in_steps
 
 PROMPTS = [[*range(3, 20)], [7, 90, 41], [*range(200, 240)], [*range(3, 20), 55, 9]]
-ROUNDS = [
+ROUNDS: list[dict[str, Any]] = [
     {"block_length": 8},
     {"block_length": 5, "threshold": 0.5},
     {"block_length": 2},
@@ -21,7 +22,7 @@ LENGTH = 40
 ANY_TEXT = any_text(150, set()).packed
 
 
-def asked(decoding: str, **fields) -> DiffusionParams:
+def asked(decoding: Any, **fields) -> DiffusionParams:
     return DiffusionParams(
         gen_length=LENGTH, ignore_eos=True, decoding=decoding, **fields
     )

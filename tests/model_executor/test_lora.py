@@ -304,5 +304,5 @@ def test_checkpoints_that_take_no_adapter_are_refused_by_name(tiny_llada, tmp_pa
     quantized = {"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": True}
     quantized["desc_act"] = False
     folder = write("llada", tmp_path, quantization_config=quantized)
-    said = "is quantized; merge the adapter"
-    refuse_start(folder, said, lora_path=adapter, dtype="bfloat16")
+    merge = "is quantized; merge the adapter"
+    refuse_start(folder, merge, lora_path=adapter, dtype="bfloat16")

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from pydantic import ByteSize
 
 from dllm_engine import DiffusionParams
 from dllm_engine.checkpoints import check_start
@@ -83,6 +84,6 @@ def test_the_smallest_answers_within_the_memory_that_is_planned(tmp_path):
     wait_until(has_ended, 600)
     assert program.returncode == 0, (tmp_path / "log").read_text()
     options = EngineOptions(cache_method="dual")
-    one_process = 1 << 30
+    one_process = ByteSize(1 << 30)
     sizing = plan(Deployment(model=str(folder), options=options, overhead=one_process))
     assert sizing.weight_bytes + sizing.pool_bytes < most < sizing.num_bytes
