@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from fastapi import HTTPException
+from pydantic import BaseModel
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
@@ -51,6 +52,29 @@ class CursorRequest:
             "n": 1 if is_greedy else self.num_choices,
             "model": self.model,
         }
+
+
+class SamplingFields(BaseModel):
+    """Fields of bodies that say how to sample and where to stop. Fields that are not
+    declared are ignored.
+    """
+
+    stop: str | list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Fields of ``/v1/completions``. A seed below 0 is none."""
+        fields = self.model_dump(include={"temperature", "top_p", "top_k"})
+        is_seeded = self.seed is not None and self.seed >= 0
+        return fields | {"seed": self.seed if is_seeded else None}
 
 
 class Part(NamedTuple):

@@ -5,7 +5,13 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from dllm_engine.editors.cursor import Answer, Choice, CursorRequest, Part
+from dllm_engine.editors.cursor import (
+    Answer,
+    Choice,
+    CursorRequest,
+    Part,
+    SamplingFields,
+)
 
 _STOP_TYPES = {"length": "limit", "stop": "eos"}
 
@@ -17,37 +23,25 @@ class ExtraFile(BaseModel):
     filename: str = ""
 
 
-class LlamaBody(BaseModel):
+class LlamaBody(SamplingFields):
     """The fields that both routes take. Fields that are not here are ignored."""
 
     model: str | None = None
     n_predict: int | None = Field(None, ge=-1)
-    stop: str | list[str] | None = None
     stream: bool | None = False
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
     n_cmpl: int | None = Field(None, ge=1)
     t_max_predict_ms: float | None = None
     response_fields: list[str] | None = None
 
     def _request(self, prefix: str, suffix: str | None, **more: Any) -> CursorRequest:
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop
-        seed = None if self.seed is None or self.seed < 0 else self.seed
         return CursorRequest(
             prefix,
             suffix,
             budget=self.n_predict,
-            stops=stops or (),
+            stops=self.stops,
             num_choices=self.n_cmpl or 1,
             model=self.model,
-            sampling={
-                "temperature": self.temperature,
-                "top_p": self.top_p,
-                "top_k": self.top_k,
-                "seed": seed,
-            },
+            sampling=self.sampling,
             **more,
         )
 

@@ -7,21 +7,22 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from dllm_engine.editors.cursor import Answer, Choice, CursorRequest, Part
+from dllm_engine.editors.cursor import (
+    Answer,
+    Choice,
+    CursorRequest,
+    Part,
+    SamplingFields,
+)
 
 VERSION = "0.6.4"
 """The one whose routes these are; some clients ask for at least this one."""
 
 
-class OllamaOptions(BaseModel):
+class OllamaOptions(SamplingFields):
     """``options`` of a body."""
 
     num_predict: int | None = Field(default=None, ge=-2)
-    stop: str | list[str] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
 
 
 class GenerateBody(BaseModel):
@@ -42,21 +43,14 @@ class GenerateBody(BaseModel):
         if not self.prompt:
             return ""
         chosen = self.options or OllamaOptions()
-        stops = [chosen.stop] if isinstance(chosen.stop, str) else chosen.stop
-        seed = None if chosen.seed is None or chosen.seed < 0 else chosen.seed
         budget = chosen.num_predict
         return CursorRequest(
             self.prompt,
             None if self.raw or self.suffix is None else self.suffix,
             budget=None if budget is None or budget < 1 else budget,
-            stops=stops or (),
+            stops=chosen.stops,
             model=model_name(self.model),
-            sampling={
-                "temperature": chosen.temperature,
-                "top_p": chosen.top_p,
-                "top_k": chosen.top_k,
-                "seed": seed,
-            },
+            sampling=chosen.sampling,
         )
 
 

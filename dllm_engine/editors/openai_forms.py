@@ -3,43 +3,40 @@
 import json
 from typing import Any
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
-from dllm_engine.editors.cursor import Answer, Choice, CursorRequest, Part
+from dllm_engine.editors.cursor import (
+    Answer,
+    Choice,
+    CursorRequest,
+    Part,
+    SamplingFields,
+)
 
 
-class FimBody(BaseModel):
+class FimBody(SamplingFields):
     """The body of a request. Fields that are not here are ignored."""
 
     prompt: str
     suffix: str | None = None
     model: str | None = None
     max_tokens: int | None = Field(None, ge=-1)
-    stop: str | list[str] | None = None
     stream: bool | None = False
     n: int | None = Field(None, ge=1)
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
     random_seed: int | None = None
 
     def request(self) -> CursorRequest:
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop
-        seed = self.random_seed if self.seed is None else self.seed
+        sampling = self.sampling
+        if self.seed is None:
+            sampling["seed"] = self.random_seed
         return CursorRequest(
             self.prompt,
             self.suffix or "",
             budget=self.max_tokens,
-            stops=stops or (),
+            stops=self.stops,
             num_choices=self.n or 1,
             model=self.model,
-            sampling={
-                "temperature": self.temperature,
-                "top_p": self.top_p,
-                "top_k": self.top_k,
-                "seed": seed,
-            },
+            sampling=sampling,
         )
 
 
