@@ -28,6 +28,7 @@ from huggingface_hub import snapshot_download
 from safetensors.torch import load_file, save_file
 
 from dllm_engine.demo import model_path
+from dllm_engine.families import FAMILIES
 
 SCHEMES = {  # presets and formats of compressed-tensors
     "int8": ("W8A8", "int-quantized"),
@@ -36,10 +37,10 @@ SCHEMES = {  # presets and formats of compressed-tensors
 }
 # Matrices to quantize. A router (`mlp.gate`) decides between experts: it is not one of
 # them.
-IN_LAYERS = re.compile(
-    r"model\.(transformer\.blocks|layers)\.\d+\.(?!mlp\.gate\.)(.+)\.weight"
-)
-IGNORED = ["re:.*mlp.gate$", "model.transformer.ff_out", "lm_head"]
+NAMES = [family.names for family in FAMILIES.values()]
+LAYERS = "|".join(sorted({re.escape(names.layers) for names in NAMES}))
+IN_LAYERS = re.compile(rf"({LAYERS})\.\d+\.(?!mlp\.gate\.).+\.weight")
+IGNORED = ["re:.*mlp.gate$", *sorted({names.head for names in NAMES})]
 
 
 def quantized(weight: torch.Tensor, args: QuantizationArgs) -> dict[str, torch.Tensor]:
@@ -74,7 +75,10 @@ def quantize(
     ``folder``, and return that. ``ignore``: names of modules to leave as they are, or
     regular expressions behind ``re:``."""
     source = Path(model if Path(model).is_dir() else snapshot_download(model))
-    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    weights = {file.name for file in source.glob("*.safetensors*")}
+    shutil.copytree(
+        source, folder, ignore=lambda path, _: weights if Path(path) == source else ()
+    )
     preset, layout = SCHEMES[scheme]
     group = preset_name_to_scheme(preset, ["Linear"])
     group.weights.group_size = group.weights.group_size and group_size

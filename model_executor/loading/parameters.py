@@ -109,12 +109,16 @@ def fill_parameters(
                 tensor_name, f"of shape {shape} does not fit {name}: {cut(reason)}"
             ) from error
         filled.add((name, shard))
-    # The others: GPTQ's consecutive groups, and the zero biases that vLLM gives experts
-    # in GPTQ's format.
+    # The others: GPTQ's consecutive groups, the zero biases that vLLM gives experts in
+    # GPTQ's format, and a tied head, which vLLM makes a parameter of its own while it
+    # reads weights again.
+    others: tuple[str, ...] = (".w13_bias", ".w2_bias")
+    if model.has_tied_head:
+        others = (*others, "lm_head.weight")
     needed = [
         name
         for name in parameters
-        if not _is_group_index(name) and not name.endswith((".w13_bias", ".w2_bias"))
+        if not _is_group_index(name) and not name.endswith(others)
     ]
     wanted = {(name, shard) for name in needed for shard in _shards_of(name, in_layer)}
     missing = sorted(

@@ -30,10 +30,11 @@ class LowRankUpdate(nn.Module):
         return F.linear(reduced, self.b)
 
 
-def _load_columns(parameter: nn.Parameter, tensor: torch.Tensor) -> None:
-    """Take the columns of this rank."""
-    columns = parameter.shape[1]
+def _load_columns(param: nn.Parameter, tensor: torch.Tensor) -> None:
+    """Take the columns of this rank. vLLM, which reads weights again into other memory,
+    replaces the argument of the name ``param``."""
+    columns = param.shape[1]
     first = get_tensor_model_parallel_rank() * columns
     if tensor.shape[1] != columns * get_tensor_model_parallel_world_size():
         raise RuntimeError(f"{tensor.shape[1]} columns")
-    parameter.data.copy_(tensor[:, first : first + columns])
+    param.data.copy_(tensor[:, first : first + columns])

@@ -7,9 +7,12 @@ import pytest
 
 from dllm_engine import DiffusionParams
 from dllm_engine.request_options.errors import InvalidRequestError
+from tests.model_executor.test_lora import assert_same_parameters, parameters
 from tests.support.engines import assert_nothing_left, generate, scheduler_of
+from tests.support.quantized_checkpoints import quantize
 from tests.support.random_requests import any_text
 from tests.support.stepped_engines import run_in_steps
+from tests.support.tiny_checkpoints import write_adapter
 
 PROMPTS = [[*range(3, 20)], [7, 90, 41], [*range(200, 240)], [*range(3, 20), 55, 9]]
 ROUNDS: list[dict[str, Any]] = [
@@ -99,6 +102,33 @@ def test_the_text_is_the_autoregressive_one(engine, expected, fields, settings):
         assert run.tokens[5] == texts(expected())[1]
         assert run.figures[0].forward_passes < 2 * LENGTH
     assert_nothing_left(llm)
+
+
+@pytest.mark.parametrize("weights", ["quantized", "merged", "read again"])
+def test_drafts_have_their_adapter_whatever_the_weights_are(
+    engines, checkpoint, tmp_path, weights
+):
+    """Merged: with another adapter, for all rows."""
+    draft = {"cache_options": {"draft_lora": "linear_spec_lora"}}
+    settings: dict[str, Any] = {}
+    if weights == "quantized":
+        checkpoint = quantize(checkpoint, tmp_path / weights, "int8")
+    elif weights == "merged":
+        modules = [f"encoder.layers.{i}.self_attn.o_proj" for i in range(2)]
+        adapter = write_adapter(tmp_path / "adapter", checkpoint, modules)
+        settings["lora_path"] = str(adapter)
+    llm = engines(checkpoint, cache_method="block", page_size=8, **settings, **draft)
+    before = parameters(llm)
+    if weights == "read again":
+        llm.collective_rpc("reload_weights")
+
+    found = generate(llm, PROMPTS[:2], asked("self_speculation", block_length=8))
+    expected = generate(llm, PROMPTS[:2], asked("autoregressive"))
+
+    assert_same_parameters(parameters(llm), before)
+    assert [output.outputs[0].token_ids for output in found] == [
+        output.outputs[0].token_ids for output in expected
+    ]
 
 
 def test_log_probabilities_and_the_stream_are_those_of_verified_tokens(

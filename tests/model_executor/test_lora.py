@@ -9,8 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dllm_engine import DiffusionParams
+from dllm_engine.checkpoints import load_config
 from dllm_engine.model_executor.loading.lora import LoraAdapter
 from tests.model_executor.models.test_loading import POINTER
+from tests.support import tiny_checkpoints
 from tests.support.engines import generate, refuse_start, runner_of
 from tests.support.tiny_checkpoints import write, write_adapter
 
@@ -18,21 +20,6 @@ LLADA = [
     f"model.transformer.blocks.{part}"
     for part in ("0.q_proj", "1.v_proj", "0.ff_out", "1.up_proj")
 ]
-MODULES = {
-    "tiny_llada": [
-        *LLADA,
-        "model.transformer.blocks.1.attn_out",
-        "model.transformer.ff_out",
-    ],
-    "tiny_dream": [
-        f"model.layers.{part}"
-        for part in ("0.self_attn.k_proj", "1.self_attn.o_proj", "0.mlp.gate_proj")
-    ],
-    "tiny_llada_moe": [
-        f"model.layers.1.mlp.{part}"
-        for part in ("gate", "experts.4.up_proj", "experts.0.down_proj")
-    ],
-}
 
 
 def merged_by_hand(checkpoint, adapter, folder):
@@ -68,10 +55,22 @@ def assert_same_parameters(found, wanted):
         torch.testing.assert_close(tensor, wanted[name], atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("model", MODULES)
-def test_weights_are_those_merged_by_hand(engines, request, tmp_path, model):
-    checkpoint = request.getfixturevalue(model)
-    adapter = write_adapter(tmp_path / "adapter", checkpoint, MODULES[model])
+def every_second_matrix(checkpoint):
+    """Modules of both layers, and the head where it is not the embedding."""
+    config = load_config(str(checkpoint))
+    names = config.family.names
+    return [
+        name.removesuffix(".weight")
+        for name, tensor in load_file(checkpoint / "model.safetensors").items()
+        if tensor.ndim == 2 and name != f"{names.embedding}.weight"
+    ][::2]
+
+
+@pytest.mark.parametrize("family", tiny_checkpoints.CONFIGS)
+def test_weights_are_those_merged_by_hand(engines, request, tmp_path, family):
+    checkpoint = request.getfixturevalue(f"tiny_{family}")
+    modules = every_second_matrix(checkpoint)
+    adapter = write_adapter(tmp_path / "adapter", checkpoint, modules)
     by_hand = merged_by_hand(checkpoint, adapter, tmp_path / "merged")
     llm = engines(checkpoint, lora_path=str(adapter))
     assert_same_parameters(parameters(llm), parameters(engines(by_hand)))
@@ -85,7 +84,7 @@ def test_weights_are_those_merged_by_hand(engines, request, tmp_path, model):
         == answers[1]
         != generate(engines(checkpoint), [[5, 6, 7]], params)[0].outputs[0].token_ids
     )
-    if model != "tiny_llada_moe":  # whose experts cannot be read again on a CPU
+    if not llm.model_config.hf_config.experts:  # which a CPU cannot read again
         before = parameters(llm)
         llm.collective_rpc("reload_weights")
         assert_same_parameters(parameters(llm), before)

@@ -4,6 +4,7 @@ import ast
 from pathlib import Path
 
 from dllm_engine.families import FAMILIES
+from tests.support import tiny_checkpoints
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 FOLDERS = ("dllm_engine", "model_executor", "scheduler", "kernels")
@@ -36,3 +37,8 @@ def test_only_the_table_names_a_family():
         if isinstance(node, ast.Constant) and node.value in names
     ]
     assert not named
+
+
+def test_every_family_has_a_random_checkpoint_which_tests_of_all_families_use():
+    configs = tiny_checkpoints.CONFIGS.values()
+    assert {config["architectures"][0] for config in configs} == {*FAMILIES}
