@@ -25,7 +25,9 @@ def __getattr__(name: str) -> Any:
     }
     if name not in modules:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from dllm_engine.quiet import silence_alarms
     from dllm_engine.vllm_hooks.release import check_release
 
+    silence_alarms()
     check_release()  # what they import need not be there in another release
     return getattr(import_module(modules[name]), name)

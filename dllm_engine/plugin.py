@@ -5,6 +5,7 @@ core, workers).
 import logging
 
 from dllm_engine.entry_points import PluginError
+from dllm_engine.quiet import continue_quietly
 from dllm_engine.vllm_hooks import patch, table
 from dllm_engine.vllm_hooks.release import IncompatibleVLLMError, check_release, unfit
 
@@ -25,6 +26,7 @@ def register_or_raise() -> None:
     """Register our models, their configs and tokenizers, and replace what
     ``vllm_hooks/table.py`` lists. Idempotent. Raises ``IncompatibleVLLMError`` and
     ``PluginError``."""
+    continue_quietly()  # where no platform plugin was loaded
     check_release()
     try:
         patch.apply(table.EVERY_PROCESS)
@@ -45,7 +47,6 @@ def _register_models() -> None:
         registered_classes,
     )
     from dllm_engine.model_executor.models.decoder import MODEL_CLASSES
-    from dllm_engine.quiet import keep_our_warnings
     from dllm_engine.vllm_hooks.engine_config import DiffusionEngineConfig
 
     for model_type, config in registered_classes().items():
@@ -56,4 +57,3 @@ def _register_models() -> None:
         ModelRegistry.register_model(architecture, model)
         MODELS_CONFIG_MAP[architecture] = DiffusionEngineConfig
     register_tokenizers()
-    keep_our_warnings()

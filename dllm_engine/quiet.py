@@ -1,16 +1,20 @@
-"""A quiet engine: it logs vLLM's errors only, and this package's warnings and errors;
-on a terminal, progress too.
+"""What an engine logs where nobody says what to log: this package's lines and vLLM's
+warnings, without the alarms that mean nothing here.
 
-Otherwise vLLM logs some 60 lines for one answer. It still does if
+Otherwise vLLM logs some 100 lines before a server listens. It still does if
 ``VLLM_LOGGING_LEVEL`` or another of its logging settings is set.
 """
 
+import json
 import logging
 import os
+import re
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 _VARIABLES = (
@@ -21,20 +25,138 @@ _VARIABLES = (
 _ARGUMENTS = ("log_level", "logging_config", "log_config_file")
 _MARK = "DLLM_QUIET"
 """Variable that tells the engine's processes to be quiet; not for users."""
+_ANSWERS, _SERVER = "answers", "server"
+"""Its values: warnings alone, or also what a server's operator wants to see."""
+
+_NO_TRITON = "Triton is for GPUs; a CPU has kernels of its own here"
+_OUR_CHOICE = "so our engines are set; what vLLM would do instead is not for them"
+_REFUSAL = "a client's mistake; one line says what was refused, and why"
+_STARTING = "the line with the server's address comes instead"
+SILENCED = {
+    "vllm.triton_utils.importing": {
+        "Triton is installed, but doesn't include CPU backend": _NO_TRITON
+    },
+    "vllm.platforms.cpu": {
+        "Triton is not installed": _NO_TRITON,
+        "Reset SSM cache type": "no diffusion model has such a cache",
+    },
+    "vllm.config.vllm": {
+        "Model Runner V2 requires Triton": "the model runner is ours",
+        "Inductor compilation was disabled": _OUR_CHOICE,
+    },
+    "vllm.config.scheduler": {"Using custom scheduler class dllm_engine": _OUR_CHOICE},
+    "vllm.config.model": {
+        "Default vLLM sampling parameters have been overridden": "docs/reference.md: "
+        "a checkpoint's defaults count"
+    },
+    "vllm.utils.system_utils": {
+        r"Found ulimit of \d{5}": "enough for thousands of connections",
+        r"\[shutdown\] force killing": "the end of a server is asked for",
+    },
+    "vllm.v1.utils": {r"\[shutdown\]": "the end of a server is asked for"},
+    **{
+        f"vllm.entrypoints.{name}.serving": {"Error with model": _REFUSAL}
+        for name in (
+            "openai.chat_completion",
+            "openai.responses",
+            "scale_out.render",
+            "scale_out.token_in_token_out",
+        )
+    },
+    "vllm.entrypoints.openai.chat_completion.batch_serving": {
+        "Error with model": _REFUSAL
+    },
+    "uvicorn.error": {
+        "(Started|Finished) server process": _STARTING,
+        "Waiting for": _STARTING,
+        "Application (startup|shutdown) complete": _STARTING,
+        "Shutting down": "the end of a server is asked for",
+    },
+}
+"""Lines that are not logged, by logger and beginning, with the reason."""
+_SHOWN = ("vllm.dllm_engine", "vllm.v1.metrics.loggers")
+"""Loggers whose information a server shows too: ours, and vLLM's rates."""
+_SILENCED_WARNINGS = {
+    "`torch.distributed.reduce_op` is deprecated": FutureWarning,  # vLLM touches it
+}
+
+
+class _Silence(logging.Filter):
+    """Filter of a logger whose lines of ``SILENCED`` are dropped."""
+
+    def __init__(self, beginnings: Mapping[str, str]) -> None:
+        super().__init__()
+        self._pattern = re.compile("|".join(beginnings))
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return self._pattern.match(record.getMessage()) is None
+
+
+def _states_what_to_log(arguments: Mapping[str, Any]) -> bool:
+    """Return True if the environment, or ``arguments`` of vLLM, say what to log."""
+    is_ours = _MARK in os.environ
+    variables = () if is_ours else _VARIABLES
+    return any(name in os.environ for name in variables) or any(
+        arguments.get(name) for name in _ARGUMENTS
+    )
+
+
+def silence_alarms() -> None:
+    """Drop what ``SILENCED`` has in this process, unless the environment says what to
+    log.
+    """
+    if _states_what_to_log({}):
+        return
+    _set_filters(SILENCED)
+    for message, category in _SILENCED_WARNINGS.items():
+        warnings.filterwarnings("ignore", message, category)
+
+
+def _set_filters(silenced: Mapping[str, Mapping[str, str]]) -> None:
+    for name in SILENCED:
+        logger = logging.getLogger(name)
+        filters = [each for each in logger.filters if not isinstance(each, _Silence)]
+        if name in silenced:
+            filters.append(_Silence(silenced[name]))
+        logger.filters = filters
+
+
+def continue_quietly() -> None:
+    """Be as quiet as the process that started this one."""
+    mode = os.environ.get(_MARK)
+    if mode is None:
+        return
+    silence_alarms()
+    if mode == _SERVER:
+        _show_information()
+
+
+def _show_information() -> None:
+    to_stderr = os.environ.get("VLLM_LOGGING_STREAM") == "ext://sys.stderr"
+    handler = logging.StreamHandler(sys.stderr if to_stderr else sys.stdout)
+    form = "%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
+    handler.setFormatter(logging.Formatter(form, "%m-%d %H:%M:%S"))
+    for name in _SHOWN:
+        # Its own handler: vLLM's shows warnings alone.
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.INFO)
+        logger.handlers = [handler]
+        logger.propagate = False
 
 
 def quiet_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of ``vllm.LLM`` that keep it quiet; none if the environment or
     ``arguments`` set what to log.
     """
-    if any(name in os.environ for name in _VARIABLES) or any(
-        arguments.get(name) for name in _ARGUMENTS
-    ):
+    if _states_what_to_log(arguments):
+        os.environ.pop(_MARK, None)
+        _set_filters({})
         return {}
-    os.environ[_MARK] = "1"
+    os.environ[_MARK] = _ANSWERS
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    silence_alarms()
     # On a terminal, loading that takes long shows how far it is.
-    return {"log_level": "ERROR", "use_tqdm_on_load": sys.stderr.isatty()}
+    return {"log_level": "WARNING", "use_tqdm_on_load": sys.stderr.isatty()}
 
 
 def be_quiet() -> None:
@@ -42,38 +164,65 @@ def be_quiet() -> None:
     its import on.
     """
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    if not quiet_arguments({}):
-        return
-    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    # For messages before vLLM sets up its own handler, which replaces this one.
-    logging.getLogger("vllm").addHandler(logging.NullHandler())
-    warnings.simplefilter("ignore", FutureWarning)
-    # Without Triton, as in a CPU installation, PyTorch warns that it finds no kernels.
-    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
+    if quiet_arguments({}):
+        os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
+
+
+def be_quiet_server(arguments: Mapping[str, Any]) -> bool:
+    """For ``dllm serve`` with these ``arguments`` of vLLM: our lines, vLLM's warnings
+    and its rates. Return False if something else says what to log."""
+    if not quiet_arguments(arguments):
+        return False
+    os.environ[_MARK] = _SERVER
+    os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
+    # Python's resource tracker, which removes what an engine leaves when it ends.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
+    continue_quietly()
+    return True
 
 
 @contextmanager
 def progress_line(text: str, *, shown: bool = True) -> Iterator[None]:
-    """Say on a terminal what takes so long, while it does; not where vLLM logs it."""
-    shown = shown and os.environ.get(_MARK) == "1" and sys.stderr.isatty()
+    """Say on a terminal what takes so long, and how long it took the last time, while
+    it does; not where vLLM logs it.
+    """
+    shown = shown and _MARK in os.environ and sys.stderr.isatty()
     if shown:
-        print(f"{text} …", end="", file=sys.stderr, flush=True)
+        print(f"{text}{last_time(text)} …", end="", file=sys.stderr, flush=True)
+    start = time.monotonic()
     try:
         yield
+        remember_seconds(text, time.monotonic() - start)
     finally:
         if shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)  # clears the line
 
 
-def keep_our_warnings() -> None:
-    """Show this package's warnings in a quiet engine's process, once vLLM has set up
-    logging there.
+def _memory() -> Path:
+    folder = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    return Path(folder, "dllm-engine", "seconds.json")
+
+
+def _remembered() -> dict[str, float]:
+    with suppress(OSError, ValueError):
+        return dict(json.loads(_memory().read_text(encoding="utf-8")))
+    return {}
+
+
+def last_time(text: str) -> str:
+    """How long what ``text`` names took here the last time, in words."""
+    seconds = _remembered().get(text)
+    return "" if seconds is None else f" ({seconds:.0f} s the last time)"
+
+
+def remember_seconds(text: str, seconds: float) -> None:
+    """Keep for the next time how long it took; a home that cannot be written keeps
+    nothing.
     """
-    root = logging.getLogger("vllm")
-    if os.environ.get(_MARK) != "1" or root.level <= logging.WARNING:
-        return
-    logging.getLogger("vllm.dllm_engine").setLevel(logging.WARNING)
-    for handler in root.handlers:
-        handler.setLevel(
-            logging.WARNING
-        )  # vLLM's own records are filtered by their logger's level
+    known = _remembered() | {text: round(seconds, 1)}
+    file = _memory()
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new = file.with_name(f"{file.name}.{os.getpid()}")
+        new.write_text(json.dumps(known), encoding="utf-8")
+        new.replace(file)

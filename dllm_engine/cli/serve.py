@@ -28,6 +28,7 @@ from dllm_engine.cli.engine import (
 )
 from dllm_engine.demo import DEMO_MODELS, model_path
 from dllm_engine.options import OPTIONS_KEY, EngineOptions
+from dllm_engine.quiet import be_quiet_server, last_time
 from dllm_engine.vllm_hooks import patch
 from dllm_engine.vllm_hooks.cpu_distribution import (
     register as register_cpu_distribution,
@@ -80,6 +81,12 @@ def add_arguments(parser: CommandParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     server_start.end_on_signals()
+    if be_quiet_server(stated_arguments(args.unknown)):
+        key = server_start.started_name(model_path(args.model))
+        what = f"dllm serve {args.model}: importing vLLM, then loading the model"
+        print(f"{what}{last_time(key)} …", flush=True)
+        if not sys.stderr.isatty():
+            args.unknown = ["--no-use-tqdm-on-load", *args.unknown]
     # Read when vLLM is imported. Editors send lists of their users.
     os.environ.setdefault("VLLM_MAX_STOP_STRINGS", "64")
     arguments = vllm_arguments(args)

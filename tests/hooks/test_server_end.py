@@ -10,7 +10,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
-from dllm_engine.vllm_hooks.server.error_forms import AnthropicErrors
+from dllm_engine.vllm_hooks.server import error_forms
+from dllm_engine.vllm_hooks.server.error_forms import AnthropicErrors, RefusalLog
 from dllm_engine.vllm_hooks.server.open_requests import Answers, OpenRequests
 from dllm_engine.vllm_hooks.server.stop import (
     EngineDied,
@@ -56,11 +57,20 @@ async def full(request):
     return PlainTextResponse("the queue is full", 503)
 
 
+async def refused_text(request):
+    return PlainTextResponse("not so", 404)
+
+
+async def refused(request):
+    return JSONResponse({"error": {"message": "max_tokens:\n too many"}}, 400)
+
+
 async def metrics(request):
     return PlainTextResponse("metrics")
 
 
 HANDLERS = [wait_for_ever, read, stream, fail, fail_when_it_stops, full, metrics]
+REFUSING = [refused, refused_text]
 
 
 class Answered:
@@ -100,13 +110,15 @@ def answers(paths, error=None, *, later=()):
     async def run():
         app = Starlette(
             routes=[
-                Route(f"/{each.__name__}", each, methods=["POST"]) for each in HANDLERS
+                Route(f"/{each.__name__}", each, methods=["POST"])
+                for each in [*HANDLERS, *REFUSING]
             ]
             + [Route(f"/v1/{name}", stream, methods=["POST"]) for name in STREAMS]
         )
         requests = app.state.open_requests = OpenRequests()
         app.add_middleware(Answers, requests=requests)
         app.add_middleware(AnthropicErrors)
+        app.add_middleware(RefusalLog)
         answered = [Answered(app, path) for path in paths]
         await asyncio.sleep(0.05)
         if error is not None:
@@ -199,3 +211,20 @@ def test_a_drain_does_not_wait_for_an_engine_that_has_nothing_to_do():
 
     asyncio.run(serve())
     assert waited == [3]
+
+
+@pytest.mark.parametrize(
+    ("route", "line"),
+    [
+        ("/refused", "refused /refused: 400: max_tokens: too many"),
+        ("/refused_text", "refused /refused_text: 404: not so"),
+        ("/read", None),
+    ],
+)
+def test_the_log_says_why_a_client_is_refused(monkeypatch, route, line):
+    lines = []
+    monkeypatch.setattr(
+        error_forms.logger, "info", lambda text, *args: lines.append(text % args)
+    )
+    answers([route], ServerStopping() if line is None else None)
+    assert lines == ([] if line is None else [line])

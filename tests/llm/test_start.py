@@ -5,6 +5,7 @@ otherwise, and one line on its pages."""
 import logging
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -160,7 +161,7 @@ def test_an_engine_is_quiet_where_nobody_says_what_to_log(
     if variable is not None:
         monkeypatch.setenv(variable, "INFO")
     expected = (
-        {"log_level": "ERROR", "use_tqdm_on_load": is_terminal}
+        {"log_level": "WARNING", "use_tqdm_on_load": is_terminal}
         if variable is None
         else {}
     )
@@ -216,21 +217,60 @@ def test_one_line_says_which_method_and_pages_are_in_use(
     assert re.fullmatch(message, lines[0]), lines[0]
 
 
-def test_a_quiet_engine_still_shows_our_warnings(nothing_asked_for, monkeypatch):
-    monkeypatch.setenv("DLLM_QUIET", "1")
-    root = logging.getLogger("vllm")
-    ours = logging.getLogger("vllm.dllm_engine")
-    for logger, level in ((root, logging.ERROR), (ours, logging.NOTSET)):
-        monkeypatch.setattr(logger, "level", level)
+@pytest.fixture
+def logged(nothing_asked_for, monkeypatch):
+    """Logs a line, and returns it if it is shown."""
     lines = []
-    handler = logging.Handler("ERROR")
+    handler = logging.Handler("INFO")
     handler.emit = lambda record: lines.append(record.getMessage())
-    monkeypatch.setattr(root, "handlers", [handler])
-    quiet.keep_our_warnings()
-    for who, name in (
-        ("ours", "vllm.dllm_engine.scheduler"),
-        ("vllm", "vllm.v1.engine"),
-    ):
-        for severity in ("info", "warning", "error"):
-            getattr(logging.getLogger(name), severity)(f"{who}: {severity}")
-    assert lines == ["ours: warning", "ours: error", "vllm: error"]
+
+    def log(name, line):
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.INFO)
+        logger.handlers = [handler]
+        logger.warning(line)
+        return lines.pop() if lines else None
+
+    yield log
+    for name in quiet.SILENCED:
+        logger = logging.getLogger(name)
+        logger.handlers, logger.level, logger.filters = [], logging.NOTSET, []
+
+
+ALARM = ("vllm.v1.utils", "[shutdown] Process manager: force killing")
+WARNING = ("vllm.v1.utils", "A process has failed")
+
+
+def test_a_quiet_engine_drops_alarms_alone(logged):
+    quiet.quiet_arguments({})
+    assert logged(*ALARM) is None
+    assert logged(*WARNING) == WARNING[1]
+
+
+@pytest.mark.parametrize("setting", ["variable", "argument"])
+def test_who_says_what_to_log_sees_everything(logged, monkeypatch, setting):
+    quiet.quiet_arguments({})
+    if setting == "variable":
+        monkeypatch.delenv("DLLM_QUIET")
+        monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    quiet.quiet_arguments({"log_level": "DEBUG"} if setting == "argument" else {})
+    assert logged(*ALARM) == ALARM[1]
+
+
+def test_every_silenced_line_is_one_that_vllm_logs():
+    """So that none stays in the table when a release drops it."""
+    for name, beginnings in quiet.SILENCED.items():
+        if name.startswith("vllm."):
+            file = Path(vllm.__file__).parent.parent / (name.replace(".", "/") + ".py")
+            source = re.sub(r'"\s*\n\s*"', "", file.read_text(encoding="utf-8"))
+            for beginning in beginnings:
+                literal = beginning.replace(r"\[", "[").replace(r"\]", "]")
+                literal = re.split(r"\\| dllm_", literal)[0]
+                assert literal in source, (name, beginning)
+
+
+def test_the_time_that_something_took_is_said_the_next_time(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert quiet.last_time("Importing") == ""
+    quiet.remember_seconds("Importing", 12.34)
+    assert quiet.last_time("Importing") == " (12 s the last time)"

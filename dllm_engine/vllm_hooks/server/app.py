@@ -18,7 +18,8 @@ from dllm_engine.vllm_hooks.patch import Original
 from dllm_engine.vllm_hooks.server.bodies import BodyCheck
 from dllm_engine.vllm_hooks.server.error_forms import (
     AnthropicErrors,
-    one_line_for_refusals,
+    RefusalLog,
+    is_failure,
 )
 from dllm_engine.vllm_hooks.server.open_requests import Answers, OpenRequests
 from dllm_engine.vllm_hooks.server.responses import Figures
@@ -50,7 +51,8 @@ def extend_app(
     app.state.open_requests = OpenRequests()
     app.add_middleware(Answers, requests=app.state.open_requests)
     app.add_middleware(AnthropicErrors)
-    logging.getLogger(anthropic.__name__).addFilter(one_line_for_refusals)
+    app.add_middleware(RefusalLog)
+    logging.getLogger(anthropic.__name__).addFilter(is_failure)
     from dllm_engine.editors import routes as editors
 
     # These answer prompts, and vLLM leaves them open.

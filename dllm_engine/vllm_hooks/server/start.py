@@ -16,6 +16,11 @@ _handlers_of_vllm: dict[int, Any] = {}
 """What vLLM set before the server could act on it."""
 
 
+def started_name(model: str) -> str:
+    """The name under which the seconds of a start are remembered."""
+    return f"dllm serve {model}"
+
+
 def end_on_signals() -> None:
     """Let SIGTERM and Ctrl-C end this process, the main one of a server, until vLLM can
     act on them. vLLM would wait for the engine's process, which notes a signal and goes

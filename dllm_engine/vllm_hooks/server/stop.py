@@ -3,6 +3,7 @@ engine died.
 """
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -15,9 +16,13 @@ from typing import Any
 import psutil
 from vllm.exceptions import GracefulHTTPError
 
+from dllm_engine.playground import ROUTE as PLAYGROUND
+from dllm_engine.quiet import remember_seconds
 from dllm_engine.vllm_hooks.patch import Original
 from dllm_engine.vllm_hooks.server.open_requests import OpenRequests
-from dllm_engine.vllm_hooks.server.start import end_now
+from dllm_engine.vllm_hooks.server.start import end_now, started_name
+
+logger = logging.getLogger(f"vllm.{__name__}")
 
 _TELLING_SECONDS = 1
 """Of a drain, for requests that it ends to be told so."""
@@ -74,11 +79,9 @@ async def serve_and_tell(
         if not server.started:
             end_now(signal.SIGTERM)  # it has no clients yet
         requests.error = requests.error or ServerStopping()
-        seconds = timeout or 0
-        end = time.monotonic() + seconds
-        asyncio.run_coroutine_threadsafe(drain(seconds), loop).result()
-        left = max(0, end - time.monotonic())
-        stop_engine(timeout=min(left, _ENDING_SECONDS))
+        asyncio.run_coroutine_threadsafe(drain(timeout or 0), loop).result()
+        # Even at once: an engine that is killed leaves memory behind.
+        stop_engine(timeout=_ENDING_SECONDS)
         loop.call_soon_threadsafe(close_connections, server.server_state.connections)
 
     async def drain(seconds: float) -> None:
@@ -112,6 +115,8 @@ async def serve_and_tell(
         await closing
         raise SystemExit(1)
 
+    if sock is not None:
+        _tell_address(app, sock)
     engine.shutdown = stop
     engine.output_processor.propagate_error = propagate_death
     kwargs.setdefault("timeout_graceful_shutdown", _CLOSING_SECONDS)
@@ -128,6 +133,22 @@ async def serve_and_tell(
         if engine.errored and not isinstance(requests.error, ServerStopping)
         else closing
     )
+
+
+def _tell_address(app: Any, sock: socket.socket) -> None:
+    """Log where a server listens, and its playground; remember how long it took."""
+    args, address = app.state.args, sock.getsockname()
+    seconds = time.time() - psutil.Process().create_time()
+    remember_seconds(started_name(args.model), seconds)
+    if sock.family == socket.AF_UNIX:
+        logger.info("The server listens on %s, after %.0f s", address, seconds)
+        return
+    host = "localhost" if address[0] in ("0.0.0.0", "::") else address[0]
+    scheme = "https" if args.ssl_certfile else "http"
+    url = f"{scheme}://{host}:{address[1]}{args.root_path or ''}"
+    has_page = any(getattr(each, "path", "") == PLAYGROUND for each in app.routes)
+    page = f"; playground: {url}{PLAYGROUND}" if has_page else ""
+    logger.info("The server listens on %s/v1, after %.0f s%s", url, seconds, page)
 
 
 def watch_processes(monitor: Original, self: Any) -> None:
