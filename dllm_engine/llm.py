@@ -437,6 +437,29 @@ class LLM(vllm.LLM):
             for answer in answers:
                 yield Logprobs(*answer)
 
+    def _run_completion(
+        self, prompts: Any, params: Any, *args: Any, use_tqdm: Any = True, **kwargs: Any
+    ) -> Any:
+        """Without a progress bar for a single prompt."""
+        several = not isinstance(prompts, str | Mapping) and len(prompts) > 1
+        return super()._run_completion(
+            prompts, params, *args, use_tqdm=several and use_tqdm, **kwargs
+        )
+
+    def _run_chat(
+        self,
+        messages: Any,
+        params: Any,
+        *args: Any,
+        use_tqdm: Any = True,
+        **kwargs: Any,
+    ) -> Any:
+        """Without a progress bar for a single conversation."""
+        several = len(messages) > 1 and isinstance(messages[0], list)
+        return super()._run_chat(
+            messages, params, *args, use_tqdm=several and use_tqdm, **kwargs
+        )
+
     def get_default_sampling_params(self) -> vllm.SamplingParams:
         """The model's. A default length stays open, so that admission takes it or what
         fits.

@@ -31,6 +31,7 @@ _ANSWERS, _SERVER = "answers", "server"
 _NO_TRITON = "Triton is for GPUs; a CPU has kernels of its own here"
 _OUR_CHOICE = "so our engines are set; what vLLM would do instead is not for them"
 _REFUSAL = "a client's mistake; one line says what was refused, and why"
+_END = "the end is asked for, and has its own exit status"
 _STARTING = "the line with the server's address comes instead"
 SILENCED = {
     "vllm.triton_utils.importing": {
@@ -51,9 +52,10 @@ SILENCED = {
     },
     "vllm.utils.system_utils": {
         r"Found ulimit of \d{5}": "enough for thousands of connections",
-        r"\[shutdown\] force killing": "the end of a server is asked for",
+        r"\[shutdown\] force killing": _END,
     },
-    "vllm.v1.utils": {r"\[shutdown\]": "the end of a server is asked for"},
+    "vllm.v1.utils": {r"\[shutdown\]": _END},
+    "vllm.v1.executor.multiproc_executor": {r"\[shutdown\]": _END},
     **{
         f"vllm.entrypoints.{name}.serving": {"Error with model": _REFUSAL}
         for name in (
@@ -70,7 +72,7 @@ SILENCED = {
         "(Started|Finished) server process": _STARTING,
         "Waiting for": _STARTING,
         "Application (startup|shutdown) complete": _STARTING,
-        "Shutting down": "the end of a server is asked for",
+        "Shutting down": _END,
     },
 }
 """Lines that are not logged, by logger and beginning, with the reason."""
@@ -154,6 +156,8 @@ def quiet_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     os.environ[_MARK] = _ANSWERS
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # Python's resource tracker, which removes what an engine leaves when it ends.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
     silence_alarms()
     # On a terminal, loading that takes long shows how far it is.
     return {"log_level": "WARNING", "use_tqdm_on_load": sys.stderr.isatty()}
@@ -175,8 +179,6 @@ def be_quiet_server(arguments: Mapping[str, Any]) -> bool:
         return False
     os.environ[_MARK] = _SERVER
     os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
-    # Python's resource tracker, which removes what an engine leaves when it ends.
-    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
     continue_quietly()
     return True
 
