@@ -6,6 +6,7 @@ computes the rest. When a request has ended, the pages of its response are kept 
 pass left them with which its last window began.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -23,6 +24,10 @@ class SharedPrompts:
     keeps_responses: bool = True
     update_step: int = 0
     """Step of a window in which it is kept what lies before."""
+    num_passes: float = math.inf
+    """Passes after which a request is aborted. It is decoded to its end; what is kept
+    is what there was then.
+    """
     pages: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = field(
         default_factory=dict
     )
@@ -49,7 +54,9 @@ class SharedPrompts:
     def end(self, run: Decoding) -> None:
         if self.keeps_responses and not run.response_template and run.buffer:
             text = run.prompt + run.tokens
-            self.keep(run.buffer, text, min(run.buffer.num_in_order, len(text)))
+            run.buffer.k, run.buffer.v = run.buffer.in_order
+            num_kept = min(run.buffer.in_order[0].shape[1], len(text))
+            self.keep(run.buffer, text, num_kept)
 
 
 class SharedBuffer(Buffer):
@@ -61,7 +68,8 @@ class SharedBuffer(Buffer):
         most = len(run.prompt) - run.model.is_dream
         self.num_sharable = most // size * size
         self.num_shared = shared.find(run.prompt, self.num_sharable)
-        self.num_in_order = 0
+        self.in_order = self.k[:, :0], self.v[:, :0]
+        """What lies before the window, when it was last kept."""
         for end in range(size, self.num_shared + 1, size):
             page = slice(end - size, end)
             self.k[:, page], self.v[:, page] = shared.pages[tuple(run.prompt[:end])]
@@ -74,6 +82,8 @@ class SharedBuffer(Buffer):
         logits = super().forward(rows, *read)
         self.shared.keep(self, self.run.prompt, self.num_sharable)
         self.num_shared = self.num_sharable
-        if self.run.step == self.shared.update_step:
-            self.num_in_order = self.run.window[0]
+        is_aborted = len(self.run.order) >= self.shared.num_passes
+        if self.run.step == self.shared.update_step and not is_aborted:
+            before = slice(self.run.window[0])
+            self.in_order = self.k[:, before].clone(), self.v[:, before].clone()
         return logits

@@ -102,7 +102,7 @@ def held_pages(llm: LLM) -> set[int]:
 
 class Poison:
     """Fills page memory with NaN, all at first and then, after each step, what has been
-    given back.
+    given back and no request can find.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -111,6 +111,7 @@ class Poison:
 
     def __call__(self) -> None:
         held = held_pages(self.llm)
-        given_back = sorted(self.held - held)
+        blocks = scheduler_of(self.llm).pages._blocks.blocks
+        given_back = sorted(i for i in self.held - held if blocks[i].block_hash is None)
         runner_of(self.llm).rank.pages.memory[given_back] = torch.nan
         self.held = held

@@ -1,0 +1,283 @@
+"""Random engines that share prompts: requests come, end and are aborted at any time,
+go on where others ended, and prefixes are forgotten. Each answer is that of the plain
+version which reads the pages that the engine found, as those left them that wrote them.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from vllm.sampling_params import RequestOutputKind
+
+from dllm_engine import LLM
+from dllm_engine.scheduler.request_state import RequestState
+from tests.oracles.decode import decode
+from tests.oracles.models import PlainModel
+from tests.oracles.shared_prompts import SharedPrompts
+from tests.support.answers import params_of
+from tests.support.engines import assert_nothing_left, runner_of, scheduler_of
+from tests.support.random_requests import (
+    COIN_TOSS,
+    in_constraints,
+    in_spans,
+    noise_of,
+    random_requests,
+)
+from tests.support.stepped_engines import Poison, held_pages
+
+ENGINES: list[tuple[str, dict[str, Any]]] = [
+    ("none", {}),
+    ("prefix", {}),
+    ("dual", {}),
+    ("dual", {"refresh": "response", "prompt_refresh_interval": 2}),
+    ("dual", {"refresh": "near", "near_tokens": 5}),
+    ("sparse", {"retention_ratio": 0.6, "pool_kernel_size": 1}),
+    ("sparse", {"retention_ratio": 0.3, "update_delay": 0, "pool_kernel_size": 1}),
+]
+SAMPLED = {
+    "n": 2,
+    "temperature": 0.6,
+    "gen_length": 9,
+    "block_length": 4,
+}
+PAGE_SIZE, NUM_REQUESTS, LONGEST = 8, 16, 150
+
+
+@dataclass
+class Asked:
+    """A request, and what the engine did with it."""
+
+    prompt: list[int]
+    asked: dict[str, Any]
+    salt: str | None
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    """That its client got, by number of the sequence."""
+    is_aborted: bool = False
+
+
+@dataclass
+class Admitted:
+    """A sequence that the engine ran."""
+
+    request: Asked
+    number: int
+    epoch: int
+    """How often prefixes were forgotten before."""
+    found: list[tuple[str, int]]
+    """Sequence that kept each page that it found, and the number there."""
+    num_passes: int = 0
+
+
+class Client:
+    """Sends requests, aborts some, and goes on with others' answers."""
+
+    def __init__(self, llm: LLM, draw: random.Random, requests: list[Asked]) -> None:
+        self.llm, self.draw, self.waiting = llm, draw, requests
+        self.sent: dict[str, Asked] = {}
+        self.running: list[str] = []
+        self.is_pausing = False
+
+    def step(self) -> None:
+        """Pause now and then until the engine is idle and forgets all prefixes."""
+        if self.is_pausing and not self.running:
+            if self.draw.random() < 0.5:
+                assert self.llm.reset_prefix_cache()
+            else:
+                self.llm.collective_rpc("reload_weights")
+            self.is_pausing = False
+        elif self.draw.random() < 0.03:
+            self.is_pausing = True
+        for _ in range(self.draw.randrange(3)):
+            if self.waiting and not self.is_pausing:
+                self.send(self.waiting.pop())
+        if self.running and self.draw.random() < 0.1:
+            victim = self.draw.choice(self.running)
+            self.llm.llm_engine.abort_request([victim])
+            self.sent[victim].is_aborted = True
+            self.end(victim)
+        for output in self.llm.llm_engine.step():
+            request = self.sent[output.request_id]
+            for part in output.outputs:
+                request.tokens.setdefault(part.index, []).extend(part.token_ids)
+            if output.finished and output.request_id in self.running:
+                self.end(output.request_id)
+
+    def send(self, request: Asked) -> None:
+        name = f"r{len(self.sent)}"
+        salt = {} if request.salt is None else {"cache_salt": request.salt}
+        params = params_of(request.asked)
+        params.output_kind = RequestOutputKind.DELTA
+        prompt: Any = {"prompt_token_ids": request.prompt, **salt}
+        self.llm.llm_engine.add_request(name, prompt, params)
+        self.sent[name] = request
+        self.running.append(name)
+
+    def end(self, name: str) -> None:
+        """Some clients ask again, with what they got in the prompt."""
+        self.running.remove(name)
+        request = self.sent[name]
+        prompt = [*request.prompt, *request.tokens.get(0, []), 7, 8, 9]
+        asked = {"gen_length": 9, "block_length": 4, "threshold": 0.4}
+        if len(prompt) < LONGEST and len(self.sent) < 2 * NUM_REQUESTS:
+            self.waiting.append(Asked(prompt, asked, request.salt))
+
+
+def draw_requests(draw: random.Random, model: PlainModel) -> list[Asked]:
+    number = draw.randrange(1 << 30)
+    drawn = random_requests(number, NUM_REQUESTS, model.is_dream)
+    drawn = in_constraints(
+        in_spans(drawn, number), number, model.head.shape[0], model.mask
+    )
+    beginnings = [[draw.randrange(480) for _ in range(n)] for n in (41, 24, 3)]
+    requests = []
+    for prompt, asked in drawn:
+        if draw.random() < 0.2:
+            policy = "maskgit_plus" if model.is_dream else "low_confidence"
+            asked = SAMPLED | {"seed": draw.randrange(99), "unmasking": policy}
+        text = draw.choice(beginnings) + prompt[: draw.choice([1, 9, 60])]
+        requests.append(Asked(text, asked, draw.choice([None, None, "mine"])))
+    return requests
+
+
+@pytest.fixture
+def admitted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Admitted]]:
+    """``admitted(llm, sent)``: the sequences that an engine runs from then on, in order
+    of their admission. Pages that they get hold NaN until they are written.
+    """
+
+    def record(llm: LLM, sent: dict[str, Asked]) -> dict[str, Admitted]:
+        tables = scheduler_of(llm).tables
+        reserve, give_back = tables.pages.reserve, tables.give_back
+        add_keys, forget = tables.pages.add_keys, tables.pages.forget_keys
+        sequences: dict[str, Admitted] = {}
+        writers: dict[int, tuple[str, int]] = {}
+        """Of pages of the first layer that can be found."""
+        epoch = 0
+
+        def reserved(request_id: str, num_pages: int, found: Any = ()) -> None:
+            reserve(request_id, num_pages, found)
+            state = scheduler_of(llm).states[request_id]
+            name = request_id.rsplit("-", 1)[0]
+            number, _, parent = name.rpartition("_")
+            pages = [writers[page.block_id] for page in found[0]] if found else []
+            sequences[request_id] = Admitted(
+                sent[parent], int(number or 0), epoch, pages
+            )
+            assert state.request.prompt_token_ids == sent[parent].prompt
+
+        def added(request_id: str, keys: Any, num_tables: int) -> None:
+            first = tables.pages.num_keyed[request_id]
+            add_keys(request_id, keys, num_tables)
+            for page in range(first, tables.pages.num_keyed[request_id]):
+                block = tables.pages._tables[request_id][0][page]
+                writers[block.block_id] = request_id, page
+
+        def gave_back(state: RequestState) -> None:
+            if state.request_id in sequences:
+                num_passes = state.progress.num_forwards
+                sequences[state.request_id].num_passes = num_passes
+            give_back(state)
+
+        def forgot() -> bool:
+            nonlocal epoch
+            done = forget()
+            epoch += done
+            return done
+
+        allocate = tables.pages._blocks.get_new_blocks
+
+        def allocated(num_blocks: int) -> Any:
+            blocks = allocate(num_blocks)
+            ids = [block.block_id for block in blocks]
+            runner_of(llm).rank.pages.memory[ids] = torch.nan
+            return blocks
+
+        monkeypatch.setattr(tables.pages._blocks, "get_new_blocks", allocated)
+        monkeypatch.setattr(tables.pages, "reserve", reserved)
+        monkeypatch.setattr(tables.pages, "add_keys", added)
+        monkeypatch.setattr(tables.pages, "forget_keys", forgot)
+        monkeypatch.setattr(tables, "give_back", gave_back)
+        return sequences
+
+    return record
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "seed" in metafunc.fixturenames:
+        metafunc.parametrize(
+            "seed", range(len(ENGINES) * metafunc.config.getoption("red_team"))
+        )
+
+
+def test_random_requests_share_prompts(engines, reference_checkpoints, admitted, seed):
+    draw = random.Random(seed)
+    method, options = ENGINES[seed % len(ENGINES)]
+    checkpoint = reference_checkpoints / draw.choice(("llada-tiny-a", "dream-tiny-a"))
+    model = PlainModel(checkpoint)
+    llm = engines(
+        checkpoint,
+        cache_method=method,
+        cache_options=options,
+        page_size=PAGE_SIZE,
+        kv_cache_memory_bytes=draw.choice([3, 16]) << 20,
+        max_num_seqs=draw.choice([3, 16]),
+        max_num_batched_tokens=draw.choice([256, 2048]),
+        steps_per_dispatch=draw.choice([1, 4]),
+        share_prompts=True,
+    )
+    assert llm.reset_prefix_cache()
+    client, poison = Client(llm, draw, draw_requests(draw, model)), Poison(llm)
+    sequences = admitted(llm, client.sent)
+    while client.waiting or llm.llm_engine.has_unfinished_requests():
+        client.step()
+        poison()
+        if held_pages(llm):
+            assert not llm.reset_prefix_cache()
+    assert_nothing_left(llm)
+
+    # The plain version, sequence by sequence.
+    kept: dict[str, dict[tuple[int, ...], Any]] = {}
+    certain: set[tuple[str, int]] = set()
+    """Pages that hold what no rounding may have decided."""
+    num_compared = num_found = 0
+    for name, sequence in sequences.items():
+        if not certain.issuperset(sequence.found):
+            continue
+        request = sequence.request
+        shared = SharedPrompts(
+            PAGE_SIZE,
+            keeps_responses=method != "none",
+            update_step=options.get("update_delay", 1) if method == "sparse" else 0,
+            num_passes=sequence.num_passes,
+        )
+        for number, (writer, page) in enumerate(sequence.found):
+            text = tuple(request.prompt[: (page + 1) * PAGE_SIZE])
+            assert number == page
+            assert sequences[writer].epoch == sequence.epoch
+            assert sequences[writer].request.salt == request.salt
+            shared.pages[text] = kept[writer][text]
+        tokens, order = noise_of(
+            request.asked.get("seed", 0) + sequence.number, len(model.head)
+        )
+        run = decode(
+            *(model, request.prompt, method, options),
+            **{key: value for key, value in request.asked.items() if key != "n"},
+            order_noise=order,
+            uniform=tokens if "temperature" in request.asked else None,
+            shared=shared,
+        )
+        assert run.num_found == len(sequence.found) * PAGE_SIZE
+        shared.end(run)
+        kept[name] = shared.pages
+        num_certain = run.length if run.closest > COIN_TOSS else run.buffer.num_sharable
+        certain |= {(name, page) for page in range(num_certain // PAGE_SIZE)}
+        if run.closest > COIN_TOSS:
+            answer = request.tokens.get(sequence.number, [])
+            assert answer == run.tokens[: len(answer) if request.is_aborted else None]
+            num_compared += 1
+            num_found += bool(sequence.found)
+    assert num_compared >= NUM_REQUESTS // 2
+    assert num_found >= NUM_REQUESTS // 4
