@@ -3,7 +3,7 @@ with 400 and loses nothing.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args, get_type_hints
 
 import msgspec
@@ -15,16 +15,24 @@ from dllm_engine.decoding.spec import DecodingSpec
 from dllm_engine.infill.template import check_length
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams, check_place
+from dllm_engine.request_options.auto_length import (
+    LengthRule,
+    check_no_rule,
+    length_rule,
+)
+from dllm_engine.request_options.defaults import options_with_defaults
 from dllm_engine.request_options.ends import end_token_ids
 from dllm_engine.request_options.errors import InvalidRequestError
-from dllm_engine.request_options.fields import RequestOptions
+from dllm_engine.request_options.fields import FACTS, RequestOptions, check_exclusions
 from dllm_engine.request_options.resolve import check_room, resolve_decoding
 from dllm_engine.request_options.sampling import check_token_numbers
 from dllm_engine.request_options.sampling_params import (
     CONSTRAINT,
+    DECISION,
     REASONING,
     DefaultLength,
     bytes_in,
+    parse_request_options,
     request_options,
 )
 from dllm_engine.structured_output.requests import constrained
@@ -135,6 +143,7 @@ def _check_request(
             prompt_length + params.max_tokens,
             max_model_len,
         )
+    _check_length_chosen(params, engine)
     spec = resolve_decoding(params, prompt_length, hf_config, engine)
     _check_given(spec.layout.template, spec.ends.tokens, hf_config)
     _check_decision(spec)
@@ -182,6 +191,32 @@ def _check_request(
         geometry,
         num_pages,
     )
+
+
+def open_length_rule(
+    extra_args: Mapping[str, Any], engine: EngineOptions, *, ignore_eos: bool
+) -> LengthRule | None:
+    """The rule by which the length of a request is to be chosen; None: it is given, or
+    a decision's.
+    """
+    if DECISION in extra_args:
+        return None
+    own = parse_request_options(
+        {name: x for name, x in extra_args.items() if name in FACTS}
+    )
+    check_exclusions(own)
+    options = options_with_defaults(own, engine.request_defaults)
+    return length_rule(own, options, ignore_eos=ignore_eos)
+
+
+def _check_length_chosen(params: SamplingParams, engine: EngineOptions) -> None:
+    extra_args = params.extra_args or {}
+    if open_length_rule(extra_args, engine, ignore_eos=params.ignore_eos) is not None:
+        raise InvalidRequestError(
+            "auto_length=True: lengths are chosen by LLM, by AsyncLLM.generate and by "
+            "the server, not by the engine below them; call one of these"
+        )
+    check_no_rule(request_options(params))
 
 
 def check_tokens(tokens: list[int], hf_config: Any, name: str = "the prompt") -> None:
@@ -381,11 +416,16 @@ def _default_length(params: SamplingParams, model_config: Any) -> int:
     the shortest text that ``structured_outputs`` accepts where that is more, so that
     there is room to say something, unless the server has a limit."""
     default = int(model_config.override_generation_config["max_new_tokens"])
-    automaton = bytes_in(params, CONSTRAINT)
-    if automaton is None or model_config.dllm_response_limit is not None:
+    if model_config.dllm_response_limit is not None:
         return default
-    ends = end_token_ids(params, model_config.hf_config)
-    shortest = constraint_of(
-        automaton, ends, bytes_in(params, REASONING)
-    ).fewest_tokens()
-    return max(default, 2 * (shortest or 0))
+    return max(default, 2 * shortest_text(params, model_config.hf_config))
+
+
+def shortest_text(params: SamplingParams, hf_config: Any) -> int:
+    """Tokens of the shortest text that a request's automaton accepts; 0 without one."""
+    automaton = bytes_in(params, CONSTRAINT)
+    if automaton is None:
+        return 0
+    ends = end_token_ids(params, hf_config)
+    reasoning = bytes_in(params, REASONING)
+    return constraint_of(automaton, ends, reasoning).fewest_tokens() or 0

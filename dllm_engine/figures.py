@@ -6,7 +6,15 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 PER_TOKEN = ("committed_at", "committed_logprobs")
-OPTIONAL = ("tokens_edited", "trace", "decision", "error", *PER_TOKEN)
+OPTIONAL = (
+    "tokens_edited",
+    "length_passes",
+    "length_rows",
+    "trace",
+    "decision",
+    "error",
+    *PER_TOKEN,
+)
 """Fields of ``DiffusionFigures`` that most responses do not have."""
 
 
@@ -36,6 +44,10 @@ class DiffusionFigures:
     """Rows fed to the model, summed over forward passes."""
     tokens_edited: int = 0
     """Decided tokens that steps replaced, as often as they did (``edit_threshold``)."""
+    length_passes: int = 0
+    """Forward passes before these, which chose the length (``auto_length``)."""
+    length_rows: int = 0
+    """Rows fed to the model in those passes."""
     pages_held: int = 0
     """The most pages held at once, over all layers and kinds of page."""
     tokens_retained: int = 0

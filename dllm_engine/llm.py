@@ -28,8 +28,6 @@ from dllm_engine.decisions.requests import (
 )
 from dllm_engine.demo import model_path
 from dllm_engine.evaluation.likelihood import Canvas, no_likelihoods, probe_of
-from dllm_engine.forward_passes import Logprobs, Probe, arguments_of, batches_of
-from dllm_engine.infill.lengths import DEFAULT_BUDGET, ranked_lengths
 from dllm_engine.infill.template import (
     Piece,
     Template,
@@ -37,6 +35,8 @@ from dllm_engine.infill.template import (
     nothing,
     tokenized,
 )
+from dllm_engine.lengths.forward_passes import Probe, answers_of, result_of
+from dllm_engine.lengths.holes import DEFAULT_BUDGET, ranked_lengths
 from dllm_engine.options import OPTIONS_KEY, EngineOptions
 from dllm_engine.params import DiffusionParams
 from dllm_engine.plugin import register_or_raise
@@ -153,11 +153,11 @@ class LLM(vllm.LLM):
             sizes: numbers of tokens to choose from.
         """
         params = _diffusion_params(params)
-        if sizes and params.gen_length is not None:
+        if sizes and params.max_tokens is not None:
             raise ValueError(
-                f"gen_length={params.gen_length}, sizes={sizes}: give one of them"
+                f"gen_length={params.max_tokens}, sizes={sizes}: give one of them"
             )
-        hole: Piece = tuple(sizes) if sizes else params.gen_length
+        hole: Piece = tuple(sizes) if sizes else params.max_tokens
         prefixes, suffixes = (
             [texts] if isinstance(texts, str) else texts for texts in (prefix, suffix)
         )
@@ -167,7 +167,7 @@ class LLM(vllm.LLM):
                 f"many"
             )
         params = params.clone()
-        params.gen_length = None
+        params.gen_length = params.max_tokens = None
         return self.fill_in(prefixes, [[hole, text] for text in suffixes], params)
 
     def fill_in(
@@ -261,14 +261,7 @@ class LLM(vllm.LLM):
                 tokens = list(rendered["prompt_token_ids"])
                 budget = template.budget(DEFAULT_BUDGET, len(tokens), limit)
                 holes += template.holes(tokens, budget, mask)
-        ranking = ranked_lengths(holes, count)
-        probes = next(ranking)
-        while True:
-            try:
-                probes = ranking.send(list(self._answers(probes)))
-            except StopIteration as end:
-                remaining = iter(end.value)
-                break
+        remaining = iter(result_of(self, ranked_lengths(holes, count)))
         return [[*islice(remaining, template.open_holes)] for template in templates]
 
     def _filled(
@@ -399,7 +392,7 @@ class LLM(vllm.LLM):
         """
         if reason := no_likelihoods(self.model_config.hf_config.family):
             raise ValueError(reason)
-        for answer in self._answers(self._checked_probes(canvases)):
+        for answer in answers_of(self, self._checked_probes(canvases)):
             yield answer.asked
 
     def _checked_probes(self, canvases: Iterable[Canvas]) -> Iterator[Probe]:
@@ -421,21 +414,6 @@ class LLM(vllm.LLM):
                     f"a canvas has a token that is not in the vocabulary of {size}"
                 )
             yield probe_of((tokens, masked))
-
-    def _answers(self, probes: Iterable[Probe]) -> Iterator[Logprobs]:
-        """Answers to each probe, read as needed."""
-        rows = self.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
-        for batch in batches_of(probes, rows):
-            answers, _ = self.collective_rpc(
-                "masked_logprobs", args=arguments_of(batch)
-            )
-            if answers is None:
-                raise ValueError(
-                    "masked_logprobs: the engine is paused or its weights are "
-                    "incomplete; let it go on"
-                )
-            for answer in answers:
-                yield Logprobs(*answer)
 
     def _run_completion(
         self, prompts: Any, params: Any, *args: Any, use_tqdm: Any = True, **kwargs: Any

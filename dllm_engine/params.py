@@ -3,7 +3,7 @@ decoding.
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 from vllm.sampling_params import SamplingParams
@@ -18,6 +18,8 @@ from dllm_engine.request_options.sampling_params import parse_request_options
 from dllm_engine.request_options.unmasking import PARALLEL_OPTIONS, policy_and_rule
 from dllm_engine.text import with_meanings
 
+AUTO = "auto"
+"""As ``gen_length``: the length is chosen."""
 _OWN_OPTIONS: dict[str, Any] = dict.fromkeys(RequestOptions.model_fields) | {
     "top_p": 1.0,
     "top_k": 0,
@@ -63,21 +65,20 @@ class DiffusionParams(_Fields):
     extra_args: dict[str, Any] | None = None
     """Filled from the fields below; what the caller puts there as well is kept."""
     max_tokens: int | None = None
-    """The same as ``gen_length``, under vLLM's name."""
-    gen_length: int | None = None
-    """Response tokens. Unset: the checkpoint's ``max_new_tokens``, else the default, or
-    what fits the context if that is less."""
+    """The same as ``gen_length``, under vLLM's name. If the length is chosen, the most
+    that it may be."""
+    gen_length: int | Literal["auto"] | None = None
+    """Response tokens. ``"auto"``: as many as ``auto_length`` chooses. Unset: the
+    checkpoint's ``max_new_tokens``, else the default, or what fits the context if that
+    is less."""
 
     def __post_init__(self) -> None:
-        if self.gen_length is not None and self.max_tokens not in (
-            None,
-            self.gen_length,
-        ):
+        gen_length = self.gen_length
+        if isinstance(gen_length, int) and self.max_tokens not in (None, gen_length):
             raise InvalidRequestError(
                 f"gen_length={self.gen_length} and max_tokens={self.max_tokens} name "
                 f"the same length; give one"
             )
-        gen_length = self.max_tokens if self.gen_length is None else self.gen_length
         check_num_responses(self.n, self.temperature)
         own = {name: getattr(self, name) for name in _OWN_OPTIONS}
         extra_args = self.extra_args or {}
@@ -89,22 +90,22 @@ class DiffusionParams(_Fields):
             SamplingParams.__setattr__(
                 self, name, value if is_given else extra_args.get(name, value)
             )
-        self.gen_length = gen_length
+        self._check_lengths()
+        if gen_length is None:
+            self.max_tokens = self.max_tokens
+        else:
+            self.gen_length = gen_length
         self._settle()
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set a field as if the parameters had been made with it; raises
         ``InvalidRequestError`` for a bad value.
         """
-        is_length = name in ("gen_length", "max_tokens")
-        if is_length and value is not None and (type(value) is not int or value < 1):
-            raise InvalidRequestError(
-                f"{name}={value!r} is out of range: it must be a whole number, at "
-                f"least 1"
-            )
+        if name in ("gen_length", "max_tokens"):
+            self._set_length(name, value)
+            return
         before = getattr(self, name)
-        for field in ("gen_length", "max_tokens") if is_length else (name,):
-            super().__setattr__(field, value)
+        super().__setattr__(name, value)
         if name in _OWN_OPTIONS:
             try:
                 self._settle()
@@ -112,10 +113,36 @@ class DiffusionParams(_Fields):
                 super().__setattr__(name, before)
                 raise
 
+    def _check_lengths(self) -> None:
+        length, is_auto = self.gen_length, self.auto_length
+        if None not in (length, is_auto) and is_auto != (length == AUTO):
+            raise InvalidRequestError(
+                f"gen_length={length!r} and auto_length={is_auto} say different things "
+                f"about the length; give one"
+            )
+
+    def _set_length(self, name: str, value: Any) -> None:
+        is_auto = name == "gen_length" and value == AUTO
+        if not is_auto and value is not None and (type(value) is not int or value < 1):
+            also = f', or "{AUTO}"' if name == "gen_length" else ""
+            raise InvalidRequestError(
+                f"{name}={value!r} is out of range: it must be a whole number, at "
+                f"least 1{also}"
+            )
+        if name == "gen_length":
+            super().__setattr__("auto_length", None if value is None else is_auto)
+            super().__setattr__(name, value)
+            self._settle()
+        elif isinstance(self.gen_length, int):
+            super().__setattr__("gen_length", value)
+        if not is_auto:
+            super().__setattr__("max_tokens", value)
+
     def _settle(self) -> None:
         """Check the options that vLLM has no field for, and put them
         where they travel.
         """
+        self._check_lengths()
         chosen = {
             name: value
             for name, default in _OWN_OPTIONS.items()
@@ -138,16 +165,20 @@ class DiffusionParams(_Fields):
         their defaults.
         """
         blank = DiffusionParams()
+        lengths = ("gen_length", "max_tokens")
         names = dict.fromkeys(
-            ("gen_length", *_OWN_OPTIONS, *SamplingParams.__struct_fields__)
+            (*lengths, *_OWN_OPTIONS, *SamplingParams.__struct_fields__)
         )
         given = {
             name: value
             for name in names
             if (value := getattr(self, name)) != getattr(blank, name)
         }
+        if self.gen_length is not None:
+            del given["auto_length"]
+        if isinstance(self.gen_length, int):
+            del given["max_tokens"]
         for name in (
-            "max_tokens",
             "extra_args",
             "output_text_buffer_length",
             *(n for n in given if n[0] == "_"),
@@ -193,7 +224,7 @@ ELSEWHERE = {
     ),
     "gen_length": (
         "is for DiffusionParams; over HTTP set max_tokens (max_output_tokens for "
-        "/v1/responses)"
+        "/v1/responses), and for a length that is chosen auto_length in vllm_xargs"
     ),
     "template": "belongs into vllm_xargs of a request over HTTP; in Python call LLM.fill_in, and for token ids set "
     "response_template",

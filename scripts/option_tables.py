@@ -22,7 +22,7 @@ from dllm_engine.evaluation.paper_tasks import PAPER_TABLES, PAPERS
 from dllm_engine.families import FAMILIES, NOT_SUPPORTED
 from dllm_engine.memory import weight_bytes
 from dllm_engine.options import EngineOptions
-from dllm_engine.params import DiffusionParams
+from dllm_engine.params import AUTO, DiffusionParams
 from dllm_engine.request_options.fields import DEFAULTABLE_OPTIONS, RequestOptions
 from dllm_engine.request_options.sampling_params import DEFAULT_GEN_LENGTH
 from dllm_engine.request_options.unmasking import PARALLEL_OPTIONS
@@ -87,13 +87,16 @@ def request_table() -> list[str]:
         "top_k": DiffusionParams().top_k,
     }
     meaning = re.search(
-        r'gen_length: int \| None = None\n    """(.*?)"""',
+        r'gen_length: int \| Literal\["auto"\] \| None = None\n    """(.*?)"""',
         inspect.getsource(DiffusionParams),
         re.DOTALL,
     )
     assert meaning is not None
     schemas = {
-        "gen_length": {"type": "integer", "minimum": 1, "description": meaning[1]}
+        "gen_length": {
+            "anyOf": [{"type": "integer", "minimum": 1}, {"const": AUTO}],
+            "description": meaning[1],
+        }
     }
     schemas |= RequestOptions.model_json_schema()["properties"]
     assert all(

@@ -103,12 +103,14 @@ def answer(
     in ``messages`` unless the answer fails or is stopped."""
     from vllm.exceptions import VLLMClientError
 
+    from dllm_engine.lengths.requests import with_lengths
+
     asked = [*messages, Message(role="user", content=said)]
     tokens = prompt_tokens(asked, llm.get_tokenizer())
+    prompt = {"prompt_token_ids": tokens}
     try:
-        request_id = llm.llm_engine.add_request(
-            "chat", {"prompt_token_ids": tokens}, params
-        )
+        (settled,) = with_lengths(llm, [prompt], [params])
+        request_id = llm.llm_engine.add_request("chat", prompt, settled)
     except (ValueError, VLLMClientError) as error:
         hint = "; /clear forgets the conversation so far" if messages else ""
         print(f"dllm: error: {one_line(error)}{hint}", file=sys.stderr)

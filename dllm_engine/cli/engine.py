@@ -175,7 +175,8 @@ def add_decoding_arguments(
         "--gen-length",
         whole_number,
         "N",
-        "response tokens (default: the checkpoint's, else 256)",
+        "response tokens, with --auto-length the most (default: the checkpoint's, else "
+        "256, with --auto-length 2048)",
     )
     add_denoising_arguments(group, without)
     add_value(group, "--temperature", float, "R", "0 is greedy (default: 0)")
@@ -221,6 +222,16 @@ def given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
     }
 
 
+def with_limit(decoding: dict[str, Any]) -> dict[str, Any]:
+    """Decoding options as ``DiffusionParams`` takes them, whose ``gen_length`` is no
+    limit.
+    """
+    if not decoding.get("auto_length") or "gen_length" not in decoding:
+        return decoding
+    others = {name: x for name, x in decoding.items() if name != "gen_length"}
+    return {**others, "max_tokens": decoding["gen_length"]}
+
+
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments that are engine options, checked."""
     options = {
@@ -261,7 +272,8 @@ def start_engine(args: argparse.Namespace) -> "tuple[LLM, DiffusionParams]":
         structure = given(args, STRUCTURE)
         structured_outputs = StructuredOutputsParams(**structure) if structure else None
         params = DiffusionParams(
-            structured_outputs=structured_outputs, **given(args, DECODING)
+            structured_outputs=structured_outputs,
+            **with_limit(given(args, DECODING)),
         )
     return load(arguments), params
 

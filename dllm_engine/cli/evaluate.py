@@ -31,6 +31,7 @@ from dllm_engine.cli.engine import (
     given,
     load,
     prepare,
+    with_limit,
 )
 from dllm_engine.demo.tasks import TASKS
 from dllm_engine.evaluation.comparison import (
@@ -297,7 +298,7 @@ def combinations(args: argparse.Namespace, batch: int | None) -> list[Combinatio
                 "guide_model": guide,
             }
             EngineOptions.parse(own)
-            decoding = given(args, DECODING) | decoding
+            decoding = with_limit(given(args, DECODING) | decoding)
             DiffusionParams(**decoding)
             engine = shared | own | dict(args.engine_arg)
             made.append(

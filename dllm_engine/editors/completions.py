@@ -12,8 +12,8 @@ from vllm.utils.async_utils import make_async
 from dllm_engine.editors.markers import Around, read_markers
 from dllm_engine.families import every_end_token
 from dllm_engine.infill.http import Filling
-from dllm_engine.infill.lengths import DEFAULT_BUDGET, LARGEST_BUDGET
 from dllm_engine.infill.template import Template
+from dllm_engine.lengths.holes import DEFAULT_BUDGET, LARGEST_BUDGET
 from dllm_engine.options import EngineOptions
 from dllm_engine.request_options.errors import InvalidRequestError
 

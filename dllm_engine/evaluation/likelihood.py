@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from dllm_engine.families import ModelFamily
-from dllm_engine.forward_passes import Probe
+from dllm_engine.lengths.forward_passes import Probe
 
 NUM_SAMPLES = 128
 """Samples per continuation of LLaDA's evaluation."""

@@ -23,7 +23,7 @@ from dllm_engine.evaluation.likelihood import (
     probe_of,
     weighted_canvases,
 )
-from dllm_engine.forward_passes import passes_of
+from dllm_engine.lengths.forward_passes import passes_of
 from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.vllm_hooks.server.prompts import (
     PromptRequest,

@@ -174,7 +174,7 @@ class DiffusionLM(TemplateLM):
                 ]  # a task that repeats its requests wants different responses
                 times[id(request)] += 1
             asked.append(
-                (self._fit(self.tok_encode(context), params.gen_length or 1), params)
+                (self._fit(self.tok_encode(context), params.max_tokens or 1), params)
             )
         completions, _ = self.answer(asked)
         for request, completion in zip(requests, completions, strict=True):

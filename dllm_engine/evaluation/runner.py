@@ -110,6 +110,7 @@ def complete_requests(
     import torch
     from vllm.sampling_params import RequestOutputKind
 
+    from dllm_engine.lengths.requests import with_lengths
     from dllm_engine.request_options.ends import end_token_ids
 
     engine, config = llm.llm_engine, llm.model_config.hf_config
@@ -128,15 +129,14 @@ def complete_requests(
         torch.cuda.reset_peak_memory_stats()
     bar = tqdm(total=len(requests), desc=label, leave=False, disable=not label)
     begin = time.perf_counter()
+    prompts = [{"prompt_token_ids": prompt} for prompt, _ in requests]
+    asked = with_lengths(llm, prompts, [params for _, params in requests])
     try:
         while len(completions) < len(requests):
             while len(starts) < min(len(requests), len(completions) + at_once):
-                prompt, params = requests[len(starts)]
-                params = params.clone()
+                params = asked[len(starts)].clone()
                 params.output_kind = RequestOutputKind.CUMULATIVE  # an output per block
-                engine.add_request(
-                    str(len(starts)), {"prompt_token_ids": prompt}, params
-                )
+                engine.add_request(str(len(starts)), prompts[len(starts)], params)
                 starts.append(time.perf_counter())
             outputs = engine.step()
             now = time.perf_counter()
@@ -162,8 +162,8 @@ def complete_requests(
                 cost.first_block_seconds += first_blocks[index] - starts[index]
                 cost.latency_seconds += now - starts[index]
                 cost.tokens_unmasked += figures.tokens_unmasked
-                cost.forward_passes += figures.forward_passes
-                cost.tokens_computed += figures.tokens_computed
+                cost.forward_passes += figures.forward_passes + figures.length_passes
+                cost.tokens_computed += figures.tokens_computed + figures.length_rows
                 bar.update()
     finally:
         bar.close()

@@ -4,19 +4,12 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 
-from dllm_engine.forward_passes import passes_of
-from dllm_engine.infill.lengths import (
-    DEFAULT_BUDGET,
-    LARGEST_BUDGET,
-    ranked_lengths,
-)
 from dllm_engine.infill.template import (
     Piece,
     Template,
@@ -24,12 +17,19 @@ from dllm_engine.infill.template import (
     filled_in,
     tokenized,
 )
+from dllm_engine.lengths.forward_passes import passes_of
+from dllm_engine.lengths.holes import (
+    DEFAULT_BUDGET,
+    LARGEST_BUDGET,
+    ranked_lengths,
+)
+from dllm_engine.lengths.requests import Settled
 from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.request_options.fields import RequestOptions
 from dllm_engine.request_options.sampling_params import parse_request_options
 from dllm_engine.structured_output.requests import reading
 
-_LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 """Names of the length in the request classes; the first that is set counts."""
 OPEN = -1
 """A hole in JSON of as many tokens as belong there."""
@@ -50,61 +50,43 @@ class Filling:
     """Request options of the template."""
     rankings: dict[int, "asyncio.Task[list[list[int]]]"] = field(default_factory=dict)
 
-    def fill(self, params: SamplingParams, lengths: Sequence[int] | None) -> bool:
-        """Put the template into a request's parameters; return False if it has nothing
-        to fill in. None: a token in each open hole.
-        """
-        if lengths is None:
-            lengths = [1] * self.template.open_holes
-        template = self.template.filled(lengths)
-        own = {**self.options, "response_template": template}
-        params.extra_args = {**(params.extra_args or {}), **own}
-        params.max_tokens = len(template)
-        return None in template
+    def begin(self, engine: Any, prompt: Sequence[int], params: SamplingParams) -> None:
+        self._fill(params, [1] * self.template.open_holes)
 
-    async def lengths(
-        self, engine: Any, prompt: Sequence[int], place: int
-    ) -> list[int]:
-        """Lengths of the open holes, for the prompt at a place of the request."""
+    async def settle(
+        self, engine: Any, prompt: Sequence[int], place: int, params: SamplingParams
+    ) -> Settled:
         group, rank = divmod(place, self.num_choices)
         if group not in self.rankings:
             ranking = self._ranked(engine, prompt)
             self.rankings[group] = asyncio.ensure_future(ranking)
         ranked = await asyncio.shield(self.rankings[group])
-        return [lengths[min(rank, len(lengths) - 1)] for lengths in ranked]
+        lengths = [each[min(rank, len(each) - 1)] for each in ranked]
+        template = self._fill(params, lengths)
+        max_model_len = engine.vllm_config.model_config.max_model_len
+        return Settled(
+            is_empty=None not in template,
+            is_cut=max(lengths) == self.budget_of(len(prompt), max_model_len),
+        )
+
+    def _fill(self, params: SamplingParams, lengths: Sequence[int]) -> list[int | None]:
+        """Put the template with these lengths into a request's parameters."""
+        template = self.template.filled(lengths)
+        own = {**self.options, "response_template": template}
+        params.extra_args = {**(params.extra_args or {}), **own}
+        params.max_tokens = len(template)
+        return template
 
     async def _ranked(self, engine: Any, prompt: Sequence[int]) -> list[list[int]]:
         config = engine.vllm_config.model_config
         budget = self.budget_of(len(prompt), config.max_model_len)
         mask = config.hf_config.mask_token_id
         holes = self.template.holes(prompt, budget, mask)
-        passes = passes_of(engine)
-        ranking = ranked_lengths(holes, self.num_choices)
-        probes = next(ranking)
-        while True:
-            answers = [answer async for answer in passes.answers(probes)]
-            try:
-                probes = ranking.send(answers)
-            except StopIteration as end:
-                ranked: list[list[int]] = end.value
-                return ranked
+        return await passes_of(engine).result(ranked_lengths(holes, self.num_choices))
 
     def budget_of(self, prompt_length: int, max_model_len: int) -> int:
         """Most tokens of each open hole."""
         return self.template.budget(self.budget, prompt_length, max_model_len)
-
-
-async def whole_where_it_ends(
-    outputs: AsyncGenerator[RequestOutput, None],
-) -> AsyncGenerator[RequestOutput, None]:
-    """Outputs of a hole that has the length that belongs there, so that no length has
-    cut it.
-    """
-    async for output in outputs:
-        for completion in output.outputs:
-            if completion.finish_reason == "length":
-                completion.finish_reason = "stop"
-        yield output
 
 
 async def settle_template(request: Any, serving: Any, asked: Any) -> None:
@@ -198,7 +180,7 @@ def set_length(request: Any, length: int) -> None:
     """Set the most tokens of a request's response."""
     setattr(
         request,
-        next(name for name in _LENGTHS if name in type(request).model_fields),
+        next(name for name in LENGTHS if name in type(request).model_fields),
         length,
     )
 
@@ -206,7 +188,7 @@ def set_length(request: Any, length: int) -> None:
 def length_of(request: Any) -> int | None:
     """The length that the request names."""
     given = vars(request)  # reading one of them as an attribute is a warning
-    return next((given[name] for name in _LENGTHS if given.get(name) is not None), None)
+    return next((given[name] for name in LENGTHS if given.get(name) is not None), None)
 
 
 def _around_suffix(

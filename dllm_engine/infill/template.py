@@ -11,7 +11,7 @@ from typing import Any
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import SamplingParams
 
-from dllm_engine.infill.lengths import Hole
+from dllm_engine.lengths.holes import Hole
 from dllm_engine.request_options.errors import InvalidRequestError
 
 Piece = str | int | tuple[int, ...] | None

@@ -5,6 +5,7 @@ from typing import Any
 from dllm_engine.decoding.unmasking_policies import PARALLEL_RULES
 from dllm_engine.families import ModelFamily
 from dllm_engine.options import EngineOptions
+from dllm_engine.request_options.auto_length import AutoLengthOptions
 from dllm_engine.request_options.cache import CacheChanges
 from dllm_engine.request_options.context import refused
 from dllm_engine.request_options.decision import DecisionOptions
@@ -29,6 +30,7 @@ class RequestOptions(
     UnmaskingOptions,
     ScheduleOptions,
     LayoutOptions,
+    AutoLengthOptions,
 ):
     """The options that vLLM's ``SamplingParams`` has no field for; they travel in
     ``extra_args``, over HTTP in ``vllm_xargs``."""

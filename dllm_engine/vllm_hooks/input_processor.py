@@ -3,7 +3,7 @@ which every front end calls.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -13,8 +13,14 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from dllm_engine.admission import admitted
 from dllm_engine.decoding.unmasking_policies import MOST_TOKENS
-from dllm_engine.infill.http import whole_where_it_ends
 from dllm_engine.infill.template import nothing
+from dllm_engine.lengths.requests import (
+    AutoLength,
+    LengthChoice,
+    has_open_length,
+    own_copy,
+    with_lengths,
+)
 from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.request_options.sampling_params import (
     SOURCE,
@@ -28,11 +34,12 @@ from dllm_engine.structured_output.requests import (
     has_grammar,
     is_prepared,
     prepare,
+    reading,
     with_arguments,
 )
 from dllm_engine.vllm_hooks.patch import Original, is_ours
 from dllm_engine.vllm_hooks.server.error_forms import is_anthropic
-from dllm_engine.vllm_hooks.server.open_requests import open_request
+from dllm_engine.vllm_hooks.server.open_requests import OpenRequest, open_request
 
 NO_BEAM_SEARCH = (
     "beam search is not supported for diffusion models; use n with a temperature "
@@ -101,6 +108,10 @@ def _check_can_be_sent(request: EngineCoreRequest) -> None:
         ) from None
 
 
+def _is_rendered(prompt: Any) -> bool:
+    return isinstance(prompt, dict) and "type" in prompt
+
+
 def _rendered(
     input_processor: Any, prompt: Any, tokenization_kwargs: dict[str, Any] | None
 ) -> Any:
@@ -109,7 +120,7 @@ def _rendered(
     """
     from vllm.v1.engine.input_processor import parse_model_prompt
 
-    if isinstance(prompt, dict) and "type" in prompt:
+    if _is_rendered(prompt):
         return prompt
     renderer = input_processor.renderer
     parsed = parse_model_prompt(input_processor.model_config, prompt)
@@ -139,37 +150,43 @@ def generate_if_valid(
         extra_args = sampling_params.extra_args or {}
         sampling_params.extra_args = {**extra_args, **asked.carried}
 
-    if asked is not None and asked.filling is not None:
-        filling, place = asked.filling, len(asked.latest)
-        params = sampling_params.clone()
-        filling.fill(params, None)
-        # What cannot be served is refused before a stream has its status.
-        _checked_prompt(self, prompt, params, request_id, kwargs)
-
-        async def filled() -> AsyncGenerator[Any, None]:
-            unchecked = {name: x for name, x in prompt.items() if name != _CHECKED}
-            tokens = unchecked["prompt_token_ids"]
-            lengths = await filling.lengths(self, tokens, place)
-            if not filling.fill(params, lengths):
-                yield nothing(request_id, unchecked, params)
-                return
-            checked = _checked_prompt(self, unchecked, params, request_id, kwargs)
-            outputs = generate(self, checked, params, request_id, **kwargs)
-            max_model_len = self.vllm_config.model_config.max_model_len
-            if max(lengths) < filling.budget_of(len(tokens), max_model_len):
-                outputs = whole_where_it_ends(outputs)
-            async with aclosing(outputs):
-                async for output in outputs:
-                    yield output
-
-        return asked.outputs(filled(), params)
+    choice = _length_choice(self, asked, sampling_params)
+    place = 0 if asked is None else len(asked.latest)
 
     def checked() -> AsyncGenerator[Any, None]:
-        checked_prompt = _checked_prompt(
-            self, prompt, sampling_params, request_id, kwargs
-        )
-        outputs = generate(self, checked_prompt, sampling_params, request_id, **kwargs)
-        return outputs if asked is None else asked.outputs(outputs, sampling_params)
+        params = sampling_params
+        if choice is None:
+            checked_prompt = _checked_prompt(self, prompt, params, request_id, kwargs)
+            outputs = generate(self, checked_prompt, params, request_id, **kwargs)
+        else:
+            params = own_copy(params)
+            if _is_rendered(prompt):
+                # What cannot be served is refused before a stream has its status.
+                _check_begun(self, choice, prompt, params, request_id, kwargs)
+            outputs = with_length(choice, params)
+        return outputs if asked is None else asked.outputs(outputs, params)
+
+    async def with_length(
+        choice: LengthChoice, params: SamplingParams
+    ) -> AsyncGenerator[Any, None]:
+        rendered = _unchecked(prompt)
+        if not _is_rendered(prompt):
+            arguments = kwargs.get("tokenization_kwargs")
+            rendered = await reading(_rendered, self.input_processor, prompt, arguments)
+            _check_begun(self, choice, rendered, params, request_id, kwargs)
+        tokens = rendered["prompt_token_ids"]
+        settled = await choice.settle(self, tokens, place, params)
+        if settled.is_empty:
+            yield nothing(request_id, rendered, params)
+            return
+        checked_prompt = _checked_prompt(self, rendered, params, request_id, kwargs)
+        outputs = generate(self, checked_prompt, params, request_id, **kwargs)
+        async with aclosing(outputs):
+            async for output in outputs:
+                for completion in output.outputs:
+                    if completion.finish_reason == "length" and not settled.is_cut:
+                        completion.finish_reason = "stop"
+                yield output
 
     async def checked_when_built() -> AsyncGenerator[Any, None]:
         await prepare(structured, [prompt], arguments, tokenizer, self.vllm_config)
@@ -191,6 +208,54 @@ def generate_if_valid(
     )
     prepared = is_prepared(structured, prompt, arguments, tokenizer, self.vllm_config)
     return checked() if prepared else checked_when_built()
+
+
+def _length_choice(
+    engine: Any, asked: OpenRequest | None, params: SamplingParams
+) -> LengthChoice | None:
+    """How the lengths of a request are chosen; None: it names them."""
+    if asked is not None and asked.filling is not None:
+        return asked.filling
+    if is_ours(engine) and has_open_length(params, engine.vllm_config):
+        return AutoLength(params)
+    return None
+
+
+def _check_begun(
+    engine: Any,
+    choice: LengthChoice,
+    prompt: Any,
+    params: SamplingParams,
+    request_id: str,
+    arguments: dict[str, Any],
+) -> None:
+    """Check a request with the shortest length of ``choice``, which changes its
+    ``params``.
+    """
+    choice.begin(engine, prompt.get("prompt_token_ids") or [], params)
+    _checked_prompt(engine, _unchecked(prompt), params, request_id, arguments)
+
+
+def _unchecked(prompt: Any) -> Any:
+    """The prompt without a request that was made with another length."""
+    if not isinstance(prompt, dict):
+        return prompt
+    return {name: x for name, x in prompt.items() if name != _CHECKED}
+
+
+def add_with_lengths(
+    render_and_add: Original,
+    self: Any,
+    prompts: Iterable[Any],
+    params: Sequence[Any],
+    **kwargs: Any,
+) -> list[str]:
+    """Choose the lengths of all requests together, before the engine runs one."""
+    config = self.llm_engine.vllm_config
+    if is_ours(self.llm_engine) and any(has_open_length(x, config) for x in params):
+        prompts = list(prompts)
+        params = with_lengths(self, prompts, params)
+    return render_and_add(self, prompts, params, **kwargs)
 
 
 async def render_and_build(
@@ -247,11 +312,17 @@ def respond_if_valid(
     """``/v1/responses`` calls ``generate`` inside a generator, so its request is
     checked when that one is made.
     """
+    engine = self.engine_client
     with_reasoning = with_arguments(sampling_params, kwargs)
+    choice = _length_choice(engine, None, sampling_params)
+    if choice is not None:
+        begun = own_copy(with_reasoning)
+        _check_begun(engine, choice, engine_input, begun, request_id, kwargs)
+        return respond(self, request_id, engine_input, with_reasoning, *args, **kwargs)
     engine_input = _checked_prompt(
-        self.engine_client, engine_input, with_reasoning, request_id, kwargs
+        engine, engine_input, with_reasoning, request_id, kwargs
     )
-    if is_ours(self.engine_client):
+    if is_ours(engine):
         sampling_params.max_tokens = engine_input[
             _CHECKED
         ].sampling_params.max_tokens  # which the response tells
@@ -267,12 +338,7 @@ def _checked_prompt(
 ) -> Any:
     """The prompt with its checked request. A raw prompt is returned as it is: vLLM's
     generator renders it outside the event loop, and it is checked then."""
-    if (
-        not is_ours(engine)
-        or not isinstance(prompt, dict)
-        or "type" not in prompt
-        or _CHECKED in prompt
-    ):
+    if not is_ours(engine) or not _is_rendered(prompt) or _CHECKED in prompt:
         return prompt
     names = (
         "lora_request",
@@ -357,6 +423,15 @@ def refuse_clipping(
             **kwargs,
         )
     asked = open_request.get()
+    limit = int(stated) if isinstance(stated, ResponseLimit) else None
+    most = None if asked is None else asked.length_limit
+    if most is None and asked is not None and is_anthropic(asked.route):
+        # That API demands a length, and its clients send thousands whatever they ask.
+        most = max_tokens
+    if most is not None:
+        longest = min(max_model_len - input_length, limit or max_model_len)
+        # At least 1, so that the check of the request explains.
+        return max(min(most, longest), 1)
     if max_tokens is None or (asked is not None and asked.leaves_length_open):
         return DefaultLength(
             clipping(
@@ -368,12 +443,6 @@ def refuse_clipping(
                 **kwargs,
             )
         )
-    limit = int(stated) if isinstance(stated, ResponseLimit) else None
-    if asked is not None and is_anthropic(asked.route):
-        # That API demands a length, and its clients send thousands whatever they ask.
-        longest = min(max_model_len - input_length, limit or max_model_len)
-        # At least 1, so that the check of the request explains.
-        return max(min(max_tokens, longest), 1)
     if limit is not None and max_tokens > limit:
         raise InvalidRequestError(
             f"max_tokens={max_tokens} is above this server's limit of {limit} "

@@ -5,6 +5,7 @@ output for new tokens, in its latency histograms too, so outputs that only show 
 running block bypass it.
 """
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from vllm.v1.engine.output_processor import RequestState
 from dllm_engine.decoding.messages import COMPLETE_KEY, FIGURES_KEY, PROVISIONAL_KEY
 from dllm_engine.figures import PER_TOKEN, DiffusionFigures, ErrorReason
 from dllm_engine.provisional import BlockReader, ProvisionalBlock
+from dllm_engine.request_options.sampling_params import LENGTH_FIGURES, bytes_in
 from dllm_engine.vllm_hooks.patch import Original
 
 
@@ -42,13 +44,20 @@ class DiffusionRequestState(RequestState):
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
         self.detokenizer: Any = Detokenizer(self.detokenizer)
+        self._length_figures: dict[str, int] = {}
         self._figures: DiffusionFigures | None = None
         self._provisional: ProvisionalBlock | None = None
         self._reader: BlockReader | None = None
 
+    def read_request(self, request: Any) -> None:
+        """Take what the request carries about its length."""
+        if (figures := bytes_in(request.sampling_params, LENGTH_FIGURES)) is not None:
+            self._length_figures = json.loads(figures)
+
     def read(self, message: dict[str, Any]) -> None:
         """Take a message, for the completion that is made next."""
-        self._figures = DiffusionFigures(**message[FIGURES_KEY])
+        figures = message[FIGURES_KEY] | self._length_figures
+        self._figures = DiffusionFigures(**figures)
         self.detokenizer.is_complete = COMPLETE_KEY in message
         self._provisional = None
         if PROVISIONAL_KEY in message:
@@ -117,7 +126,10 @@ def state_with_figures(
     """vLLM makes the state of a request."""
     is_pooling = kwargs["request"].sampling_params is None
     state_class = cls if is_pooling else DiffusionRequestState
-    return from_new_request(state_class, *args, **kwargs)
+    state = from_new_request(state_class, *args, **kwargs)
+    if not is_pooling:
+        state.read_request(kwargs["request"])
+    return state
 
 
 def process_messages(

@@ -38,6 +38,7 @@ _RUN_BATCH = "vllm.entrypoints.launchers.run_batch"
 _BEAM_SEARCH = "vllm.entrypoints.generate.beam_search"
 _CHAT = "vllm.entrypoints.openai.chat_completion"
 _COMPLETION = "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion"
+_OFFLINE = "vllm.entrypoints.common.offline:OfflineInferenceMixin"
 _RENDERER = "vllm.renderers.online_renderer:OnlineRenderer"
 _RESPONSES = "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses"
 _PROCESSOR = "vllm.v1.engine.output_processor"
@@ -88,6 +89,8 @@ SERVING = {
     # Wish: a length that is too long is refused.
     "vllm.entrypoints.serve.utils.api_utils:get_max_tokens": "input_processor:refuse_clipping",
     "vllm.v1.engine.async_llm:AsyncLLM.generate": "input_processor:generate_if_valid",
+    # Wish: as above, and a look at all prompts of a call before the first one enters.
+    f"{_OFFLINE}._render_and_add_requests": "input_processor:add_with_lengths",
     f"{_RESPONSES}._generate_with_builtin_tools": "input_processor:respond_if_valid",
     # Wish: a model says that it has no beam search.
     f"{_BEAM_SEARCH}.offline:BeamSearchOfflineMixin.beam_search": "input_processor:refuse_beam_search",

@@ -31,5 +31,5 @@ class DiffusionWorker:
             model.takes_parts = False
 
     def masked_logprobs(self, *probes: list[list[int]]) -> list[list[list[float]]]:
-        """For ``dllm_engine/forward_passes.py``, through vLLM's ``collective_rpc``."""
+        """For ``dllm_engine/lengths/forward_passes.py``, through vLLM's ``collective_rpc``."""
         return masked_logprobs(self.model_runner.rank, *probes)

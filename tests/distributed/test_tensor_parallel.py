@@ -310,16 +310,19 @@ def test_two_ranks_share_an_adapter(engines, tiny_llada, tmp_path):
     params = DiffusionParams(gen_length=16, block_length=8, ignore_eos=True)
     llm = engines(tiny_llada, lora_path=adapter)
     canvas = [([5, 6, 7, 90, 149], [3, 4])]
-    alone, (likelihood,) = (
-        generate(llm, [[5, 6, 7]], params),
-        llm.masked_logprobs(canvas),
-    )
+    rule: dict[str, Any] = {"auto_length_start": 8, "auto_length_tail": 1}
+    chosen = DiffusionParams(gen_length="auto", max_tokens=60, block_length=8, **rule)
+    asked = ([[5, 6, 7]] * 2, [params, chosen])
+    alone, (likelihood,) = generate(llm, *asked), llm.masked_logprobs(canvas)
     with two_ranks(tiny_llada, max_model_len=256, lora_path=adapter) as sharded:
-        answers = generate(sharded, [[5, 6, 7]], params)
+        answers = generate(sharded, *asked)
         assert [*sharded.masked_logprobs(canvas)] == [
             pytest.approx(likelihood, abs=1e-4)
         ]
-    assert answers[0].outputs[0].token_ids == alone[0].outputs[0].token_ids
+    for theirs, ours in zip(answers, alone, strict=True):
+        assert theirs.outputs[0].token_ids == ours.outputs[0].token_ids
+        passes = ours.outputs[0].diffusion.length_passes
+        assert theirs.outputs[0].diffusion.length_passes == passes
 
 
 # Where a guide decides

@@ -10,7 +10,7 @@ import pytest
 from fastapi import HTTPException
 
 from dllm_engine.evaluation.likelihood import log_likelihoods
-from dllm_engine.forward_passes import ForwardPasses, Probe
+from dllm_engine.lengths.forward_passes import ForwardPasses, Probe
 from tests.support.engines import assert_nothing_left
 
 CHAT = [{"role": "user", "content": "Tom=48. Ida=07. Give: Ida"}]

@@ -116,7 +116,8 @@ def test_bodies_arrive_whole_and_clients_that_leave_midway_do_not_reach_the_appl
             "path": PATH,
             "headers": [],
         }
-        scope["app"] = SimpleNamespace(state=SimpleNamespace())
+        state = SimpleNamespace(vllm_config=SimpleNamespace(additional_config={}))
+        scope["app"] = SimpleNamespace(state=state)
         answers = Answers(BodyCheck(application), OpenRequests())
         asyncio.run(answers(scope, receive, None))
         return received

@@ -37,6 +37,8 @@ SETTINGS = [
         "logprobs": 2,
     },
     {"extra_args": {"block_length": 4, "of_another_plugin": 1}},
+    {"gen_length": "auto", "max_tokens": 100, "auto_length_start": 8},
+    {"gen_length": 7},
 ]
 
 
@@ -69,7 +71,7 @@ def test_repr_shows_what_was_given():
     params = DiffusionParams(max_tokens=32, threshold=0.9, seed=1, stop="x")
     assert (
         repr(params)
-        == "DiffusionParams(gen_length=32, threshold=0.9, seed=1, stop=['x'])"
+        == "DiffusionParams(max_tokens=32, threshold=0.9, seed=1, stop=['x'])"
     )
 
 
@@ -86,7 +88,8 @@ def test_a_field_that_is_set_later_counts_as_one_that_was_given():
     )
     assert params == wanted
     assert params.to_sampling_params() == wanted.to_sampling_params()
-    assert params.extra_args == {"block_length": 16, "factor": 0.5, "top_p": 0.5}
+    others = {"block_length": 16, "factor": 0.5, "top_p": 0.5}
+    assert params.extra_args == {"auto_length": False, **others}
 
 
 def test_what_the_caller_put_into_extra_args_is_shown_and_kept():

@@ -39,6 +39,8 @@ class OpenRequest:
         self.name = os.urandom(8)
         """Its prompts and its ``n`` responses take turns with other requests."""
         self.leaves_length_open = False
+        self.length_limit: int | None = None
+        """Most tokens of a response whose length is chosen."""
         self.carried: dict[str, bytes] = {}
         """For ``extra_args`` of its parameters."""
         self.filling: Filling | None = None

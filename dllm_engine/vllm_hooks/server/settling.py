@@ -6,9 +6,11 @@ from typing import Any
 
 from vllm import envs
 
+from dllm_engine.admission import open_length_rule
 from dllm_engine.decisions.http import settle_decision
 from dllm_engine.editors.completions import is_at_cursor, settle_completion
-from dllm_engine.infill.http import settle_template
+from dllm_engine.infill.http import LENGTHS, settle_template
+from dllm_engine.options import EngineOptions
 from dllm_engine.params import check_place
 from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.request_options.sampling import check_num_responses
@@ -32,9 +34,7 @@ _SETTLED = (
     "response_format",
     "temperature",
     "top_logprobs",
-    "max_completion_tokens",
-    "max_tokens",
-    "max_output_tokens",
+    *LENGTHS,
     "prompt",
     "n",
 )
@@ -89,11 +89,30 @@ async def settled_fields(
     if route == MESSAGES and isinstance(length := fields.get("max_tokens"), int):
         longest = state.vllm_config.model_config.max_model_len
         fields = {**fields, "max_tokens": min(length, longest)}
+    if route != MESSAGES:
+        fields = _without_limit(fields, state, asked)
     if route == COMPLETIONS and fields.get("max_tokens") is None:
         # vLLM takes OpenAI's default of 16, which is none of ours.
         asked.leaves_length_open = True
         fields = {name: x for name, x in fields.items() if name != "max_tokens"}
     return fields
+
+
+def _without_limit(
+    fields: dict[str, Any], state: Any, asked: OpenRequest
+) -> dict[str, Any]:
+    """The fields without a length that is only a limit, since the length is chosen.
+    vLLM would refuse one that exceeds the context.
+    """
+    limit = next((fields[name] for name in LENGTHS if fields.get(name)), None)
+    if type(limit) is not int or limit < 1 or asked.filling is not None:
+        return fields
+    engine = EngineOptions.from_vllm_config(state.vllm_config)
+    xargs, ignore_eos = fields.get("vllm_xargs") or {}, bool(fields.get("ignore_eos"))
+    if open_length_rule(xargs, engine, ignore_eos=ignore_eos) is None:
+        return fields
+    asked.length_limit = limit
+    return {name: value for name, value in fields.items() if name not in LENGTHS}
 
 
 def _names_more(fields: dict[str, Any]) -> bool:

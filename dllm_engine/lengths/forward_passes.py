@@ -1,14 +1,14 @@
 """Forward passes over canvases that no step of a request has: for likelihoods of given
-tokens, and for the lengths of holes.
+tokens, and for lengths.
 """
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 from fastapi import HTTPException
@@ -35,6 +35,13 @@ class Logprobs(NamedTuple):
     likeliest: list[float]
 
 
+T = TypeVar("T")
+Passes = Generator[list[Probe], list[Logprobs], T]
+"""Passes one after the other, and what comes of them: it yields the probes of each and
+is sent their answers.
+"""
+
+
 def batches_of(probes: Iterable[Probe], max_rows: int) -> Iterator[list[Probe]]:
     """Probes, taken as needed, as many at once as fit into a forward pass of
     ``max_rows``.
@@ -49,6 +56,31 @@ def batches_of(probes: Iterable[Probe], max_rows: int) -> Iterator[list[Probe]]:
         batch.append(probe)
     if batch:
         yield batch
+
+
+def answers_of(llm: Any, probes: Iterable[Probe]) -> Iterator[Logprobs]:
+    """Answers of an offline engine to each probe, read as needed."""
+    rows = llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
+    for batch in batches_of(probes, rows):
+        answers, _ = llm.collective_rpc("masked_logprobs", args=arguments_of(batch))
+        if answers is None:
+            raise ValueError(
+                "masked_logprobs: the engine is paused or its weights are incomplete; "
+                "let it go on"
+            )
+        for answer in answers:
+            yield Logprobs(*answer)
+
+
+def result_of(llm: Any, passes: Passes[T]) -> T:
+    """What comes of passes of an offline engine."""
+    answers: Any = None
+    while True:
+        try:
+            probes = passes.send(answers)
+        except StopIteration as end:
+            return end.value
+        answers = list(answers_of(llm, probes))
 
 
 def arguments_of(probes: list[Probe]) -> tuple[Any, ...]:
@@ -83,6 +115,16 @@ class ForwardPasses:
             changes_before = changes
             for answer in answers:
                 yield Logprobs(*answer)
+
+    async def result(self, passes: Passes[T]) -> T:
+        """What comes of passes; raises as ``answers``."""
+        answers: Any = None
+        while True:
+            try:
+                probes = passes.send(answers)
+            except StopIteration as end:
+                return end.value
+            answers = [answer async for answer in self.answers(probes)]
 
     async def _answered(self, batch: list[Probe]) -> tuple[Any, int]:
         loop = asyncio.get_running_loop()

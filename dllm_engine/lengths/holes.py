@@ -13,10 +13,10 @@ hole, of which the first tokens are masked:
 docs/infill.md compares it with other rules.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dllm_engine.forward_passes import Logprobs, Probe
+from dllm_engine.lengths.forward_passes import Logprobs, Passes, Probe
 
 DEFAULT_BUDGET = 64
 """Most tokens of a hole whose request names no budget."""
@@ -77,11 +77,9 @@ class Hole:
         return sum(answer.asked[size:]) + sureness
 
 
-def ranked_lengths(
-    holes: Sequence[Hole], count: int = 1
-) -> Generator[list[Probe], list[Logprobs], list[list[int]]]:
+def ranked_lengths(holes: Sequence[Hole], count: int = 1) -> Passes[list[list[int]]]:
     """Lengths of each hole, the best first: at least ``count``, where it may have so
-    many. The generator yields the probes of a forward pass and is sent their answers.
+    many.
     """
     answers = yield [hole.open_probe() for hole in holes]
     compared = [

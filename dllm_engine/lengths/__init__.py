@@ -1,0 +1,3 @@
+"""Lengths that forward passes choose before a request enters the engine: of holes and
+of responses.
+"""

@@ -1,0 +1,170 @@
+"""Requests whose length forward passes choose before the engine gets them."""
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from vllm.sampling_params import SamplingParams
+
+from dllm_engine.admission import admitted, open_length_rule, shortest_text
+from dllm_engine.families import model_end_tokens
+from dllm_engine.lengths.forward_passes import passes_of, result_of
+from dllm_engine.lengths.responses import (
+    ChosenLength,
+    OpenResponse,
+    chosen_lengths,
+)
+from dllm_engine.options import EngineOptions
+from dllm_engine.params import DiffusionParams
+from dllm_engine.request_options.auto_length import HOW_LENGTHS, MOST_CHOSEN, LengthRule
+from dllm_engine.request_options.errors import InvalidRequestError
+from dllm_engine.request_options.fields import check_attention
+from dllm_engine.request_options.sampling_params import (
+    LENGTH_FIGURES,
+    DefaultLength,
+    parse_request_options,
+)
+from dllm_engine.structured_output.requests import constrained
+
+
+class Settled(NamedTuple):
+    """What is known of a response with its length."""
+
+    is_empty: bool = False
+    """Nothing is left to write."""
+    is_cut: bool = True
+    """A longer one might have been written."""
+
+
+class LengthChoice(Protocol):
+    """The choice of the lengths of a request. It changes the request's parameters."""
+
+    def begin(self, engine: Any, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Put a short length into parameters, to check them."""
+
+    async def settle(
+        self, engine: Any, prompt: Sequence[int], place: int, params: SamplingParams
+    ) -> Settled:
+        """Put the length for the prompt at a place of the request into parameters."""
+
+
+class AutoLength:
+    """The choice of the length of a whole response."""
+
+    def __init__(self, asked: SamplingParams) -> None:
+        self._asked = asked
+
+    def response(self, engine: Any, prompt: Sequence[int]) -> OpenResponse:
+        tokenizer = engine.input_processor.tokenizer
+        return open_response(self._asked, prompt, tokenizer, engine.vllm_config)
+
+    def begin(self, engine: Any, prompt: Sequence[int], params: SamplingParams) -> None:
+        set_length(params, ChosenLength(self.response(engine, prompt).first))
+
+    async def settle(
+        self, engine: Any, prompt: Sequence[int], place: int, params: SamplingParams
+    ) -> Settled:
+        passes = chosen_lengths([self.response(engine, prompt)])
+        (chosen,) = await passes_of(engine).result(passes)
+        set_length(params, chosen)
+        return Settled()
+
+
+def has_open_length(params: Any, vllm_config: Any) -> bool:
+    """Return True for a request whose length is to be chosen."""
+    return isinstance(params, SamplingParams) and _rule(params, vllm_config) is not None
+
+
+def _rule(params: SamplingParams, vllm_config: Any) -> LengthRule | None:
+    engine = EngineOptions.from_vllm_config(vllm_config)
+    return open_length_rule(
+        params.extra_args or {}, engine, ignore_eos=params.ignore_eos
+    )
+
+
+def open_response(
+    params: SamplingParams,
+    prompt: Sequence[int],
+    tokenizer: Any,
+    vllm_config: Any,
+) -> OpenResponse:
+    """The response of a request that ``has_open_length``. What else the request asks
+    for may need more tokens than the rule begins with.
+    """
+    hf_config = vllm_config.model_config.hf_config
+    rule = _rule(params, vllm_config)
+    assert rule is not None, "has_open_length"
+    named = {name: x for name, x in (params.extra_args or {}).items() if name in _NEEDS}
+    options = parse_request_options({"auto_length": True, **named})
+    check_attention(options, hf_config.family)
+    end_tokens = model_end_tokens(hf_config)
+    if not end_tokens:
+        raise InvalidRequestError(
+            "auto_length=True: the model's config names no eos_token_id, by which the "
+            "length would be chosen; give gen_length (max_tokens)"
+        )
+    most = _most(params, len(prompt), vllm_config)
+    built = constrained(params, prompt, most, tokenizer, vllm_config)
+    fewest = max(
+        rule.start,
+        params.min_tokens,
+        2 * shortest_text(built, hf_config),
+        *(getattr(options, name) or 0 for name in _NEEDS),
+    )
+    return OpenResponse(prompt, end_tokens[0], min(fewest, most), most, rule)
+
+
+_NEEDS = ("block_length", "steps")
+"""Options that need a response of as many tokens."""
+
+
+def _most(params: SamplingParams, prompt_length: int, vllm_config: Any) -> int:
+    """Most tokens of a response: the request's limit, or what fits. At least 1, so that
+    the check of the request explains."""
+    config = vllm_config.model_config
+    limit = params.max_tokens
+    if limit is None or isinstance(limit, DefaultLength):
+        limit = config.dllm_response_limit or MOST_CHOSEN
+    rows = vllm_config.scheduler_config.max_num_batched_tokens
+    return max(min(limit, min(config.max_model_len, rows) - prompt_length), 1)
+
+
+def with_lengths(llm: Any, prompts: Sequence[Any], params: Sequence[Any]) -> list[Any]:
+    """The parameters of an offline engine's requests, with a length where it is open.
+    Raises what ``admitted`` does, before a pass.
+    """
+    engine = llm.llm_engine
+    settled, responses = list(params), {}
+    for place, asked in enumerate(params):
+        if not has_open_length(asked, engine.vllm_config):
+            continue
+        own = settled[place] = own_copy(asked)
+        prompt = prompts[place].get("prompt_token_ids") or []
+        choice = AutoLength(asked)
+        choice.begin(engine, prompt, own)
+        admitted(own, prompt, engine.input_processor.tokenizer, engine.vllm_config)
+        responses[place] = choice.response(engine, prompt)
+    chosen = result_of(llm, chosen_lengths([*responses.values()]))
+    for place, length in zip(responses, chosen, strict=True):
+        set_length(settled[place], length)
+    return settled
+
+
+def set_length(params: SamplingParams, chosen: ChosenLength) -> None:
+    """Put the chosen length into parameters."""
+    given = params.extra_args or {}
+    kept = {name: x for name, x in given.items() if name not in HOW_LENGTHS}
+    figures = {"length_passes": chosen.passes, "length_rows": chosen.rows}
+    params.extra_args = {
+        **kept,
+        "auto_length": False,
+        LENGTH_FIGURES: json.dumps(figures).encode(),
+    }
+    params.max_tokens = chosen.length
+
+
+def own_copy(params: SamplingParams) -> SamplingParams:
+    """A copy of a request's parameters, of vLLM's class."""
+    if isinstance(params, DiffusionParams):
+        return params.to_sampling_params()
+    return params.clone()
