@@ -61,6 +61,7 @@ def add_arguments(parser: CommandParser) -> None:
         EngineOptions,
         (
             "share_prompts",
+            "anchor_tokens",
             "refresh_ratio",
             "steps_per_dispatch",
             "lora_path",
