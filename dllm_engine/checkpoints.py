@@ -7,16 +7,13 @@ A mistake then ends in one sentence and not in vLLM's traceback.
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dllm_engine.demo import model_path
 from dllm_engine.families import FAMILIES, ModelFamily, Shape
 from dllm_engine.model_executor.loading.files import check_files
-from dllm_engine.model_executor.models.config_facts import PlainConfig
+from dllm_engine.model_executor.models.config_facts import PlainConfig, stated_config
 from dllm_engine.model_executor.models.config_keys import SCHEMAS
-
-if TYPE_CHECKING:
-    from dllm_engine.model_executor.models.configs import Config
 
 SHAPES = {
     name: (family, shape)
@@ -93,7 +90,7 @@ def named_shape(name: str) -> dict[str, Any]:
     return config
 
 
-def load_config(model: str) -> "Config | PlainConfig":
+def load_config(model: str) -> PlainConfig:
     """A model's config: of its folder, a named shape, known by its name, or of Hugging
     Face, which is asked for config.json alone. Raises ``ValueError`` naming the model,
     or the key that is not supported."""
@@ -101,12 +98,9 @@ def load_config(model: str) -> "Config | PlainConfig":
         return PlainConfig(named_shape(model), model)
     if model in RELEASED_CONFIGS:
         return PlainConfig(RELEASED_CONFIGS[model], model)
-    # Imports transformers, which takes seconds.
-    from dllm_engine.model_executor.models.configs import parse_config, stated_config
-
     check_folder(model)
     source = model_path(model)
-    return parse_config(stated_config(source, {}), source)
+    return PlainConfig(stated_config(source, {}), source)
 
 
 def check_start(model: str, arguments: Mapping[str, Any]) -> None:
@@ -121,7 +115,7 @@ def check_start(model: str, arguments: Mapping[str, Any]) -> None:
     ):
         return  # checked by engine_config, once vLLM has made the config
     # Imports transformers, which takes seconds.
-    from dllm_engine.model_executor.models.configs import parse_config, stated_config
+    from dllm_engine.model_executor.models.configs import parse_config
 
     source = arguments.get("hf_config_path") or model_path(model)
     stated = stated_config(source, arguments)

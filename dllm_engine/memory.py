@@ -21,6 +21,7 @@ from dllm_engine.checkpoints import load_config
 from dllm_engine.decoding.page_layout import PageKind, PoolGeometry, head_dim_of
 from dllm_engine.demo import model_path
 from dllm_engine.model_executor.head_chunks import rows_at_once
+from dllm_engine.model_executor.models.config_facts import stated_config
 from dllm_engine.model_executor.models.quantization import (
     FLOAT32_BYTES,
     QUANTIZATIONS,
@@ -181,7 +182,7 @@ def plan(d: Deployment) -> Sizing:
             f"attention heads"
         )
     options, guides = _with_guide(
-        d.options.with_paper_settings(d.model, family), d.model, config
+        d.options.with_paper_settings(d.model, family), d.model
     )
     rows = max(
         d.max_num_batched_tokens,
@@ -368,9 +369,7 @@ def canvas_limit(
     return max_model_len or canvas
 
 
-def _with_guide(
-    options: EngineOptions, model: str, config: Any
-) -> tuple[EngineOptions, list[Any]]:
+def _with_guide(options: EngineOptions, model: str) -> tuple[EngineOptions, list[Any]]:
     """The options with the guide's sizes, and the guide's config; an empty list without
     a guide.
     """
@@ -382,13 +381,17 @@ def _with_guide(
         guide_config,
         guide_shape,
     )  # imports vLLM
-    from dllm_engine.model_executor.models.configs import register_tokenizers
+    from dllm_engine.model_executor.models.configs import (
+        parse_config,
+        register_tokenizers,
+    )
 
     register_tokenizers()
+    source = model_path(model)
     guide = guide_config(options.guide_model)
     try:
         vocabulary = AutoTokenizer.from_pretrained(
-            model_path(model), config=config
+            source, config=parse_config(stated_config(source, {}), source)
         ).get_vocab()
         shape = guide_shape(
             options.guide_model, vocabulary, options.guide_tokens_per_token

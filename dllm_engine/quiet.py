@@ -45,6 +45,12 @@ SILENCED = {
         "Model Runner V2 requires Triton": "the model runner is ours",
         "Inductor compilation was disabled": _OUR_CHOICE,
     },
+    "vllm.engine.arg_utils": {
+        "The global random seed is set to": "each request has a seed of its own here"
+    },
+    "vllm.platforms.interface": {
+        "Unknown vLLM environment variable detected: VLLM_DIST_IDENT": "vLLM's own"
+    },
     "vllm.config.scheduler": {"Using custom scheduler class dllm_engine": _OUR_CHOICE},
     "vllm.config.model": {
         "Default vLLM sampling parameters have been overridden": "docs/reference.md: "

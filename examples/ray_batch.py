@@ -5,7 +5,7 @@ python examples/ray_batch.py prompts.jsonl answers.jsonl --model
 GSAI-ML/LLaDA-8B-Instruct --cache-method sparse
 
 Input, output and options are those of `dllm generate --input`: run again, the same
-command answers what is missing. It needs `pip install "dllm-engine[ray]"` beside vLLM.
+command answers what is missing. It needs `pip install ".[ray]"` beside vLLM.
 A cluster is used where RAY_ADDRESS names one. A replica takes a GPU where there is any,
 else an equal share of the CPUs.
 """

@@ -7,7 +7,7 @@ python examples/ray_serve_app.py GSAI-ML/LLaDA-8B-Instruct --cache-method sparse
 The other options are those of `dllm serve`. Ray Serve listens, spreads the requests,
 adds replicas while more than 32 requests run per replica, and replaces those that died
 or whose engine did; requests that ran there end with an error. It needs `pip install
-"dllm-engine[ray]"` beside vLLM. A cluster is used where RAY_ADDRESS names one.
+".[ray]"` in a checkout, beside vLLM. A cluster is used where RAY_ADDRESS names one.
 """
 
 import argparse

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from environment import CHECKOUT, Environment, SetupError
 
+_MINUTES = {"style and types": 2, "fast tests": 6, "slow tests": 8}
+"""On two cores that do nothing else."""
 DEMO_PROMPT = "Tom=48. Ida=07. Max=31. Give: Ida, Tom"
 
 
@@ -94,6 +96,8 @@ def setup(environment: Environment, extras: Sequence[str], prompt: str | None) -
     go on.
     """
     environment.install(extras)
+    if prompt is not None:
+        print("The demo model answers, in some 15 s on two cores that are free:")
     if prompt is not None and (status := environment.run("dllm", "generate", prompt)):
         return status
     activate = environment.directory / "bin" / "activate"
@@ -147,6 +151,8 @@ def test(environment: Environment, options: argparse.Namespace) -> int:
     if options.slow or options.all:
         stages["slow tests"] = [[*slow, *options.pytest]]
 
+    print(f"{cores} cores, {processes} processes for the tests. On two free cores:")
+    print("; ".join(f"{name} take {_MINUTES[name]} minutes" for name in stages))
     start = time.monotonic()
     environment.install(["eval", "ray", "test"])
     lines = [f"{'installation':16}{time.monotonic() - start:6.0f} s"]

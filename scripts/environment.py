@@ -127,6 +127,7 @@ class Environment:
         )
         names = f"[{','.join(wanted['extras'])}]" if wanted["extras"] else ""
         self._uv("dllm-engine from this checkout", "--editable", f"{CHECKOUT}{names}")
+        print("Checking that vLLM starts, which takes up to a minute ...", flush=True)
         self._run_step(
             [self.python, "-c", CHECK],
             "vLLM does not start",

@@ -1,6 +1,7 @@
 """The command line of ``dllm``: its subcommands."""
 
 import argparse
+from collections.abc import Mapping
 from typing import Any
 
 from dllm_engine import __version__
@@ -72,9 +73,67 @@ def build_parser() -> argparse.ArgumentParser:
     path = commands.add_parser("demo-path", help="print the folder of a demo model")
     path.add_argument("model", nargs="?", choices=DEMO_MODELS, default=DEMO_MODEL)
     path.set_defaults(run=_print_demo_path)
+    shell = commands.add_parser(
+        "completion", help="print a script that completes commands in a shell"
+    )
+    shell.add_argument("shell", choices=("bash", "zsh", "fish"))
+    shell.set_defaults(run=_print_completion)
     return parser
 
 
 def _print_demo_path(args: argparse.Namespace) -> int:
     print(model_path(args.model))
     return 0
+
+
+def _print_completion(args: argparse.Namespace) -> int:
+    (commands,) = (
+        action.choices
+        for action in build_parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
+    write = _fish_script if args.shell == "fish" else _bash_script
+    header = "autoload -U +X bashcompinit && bashcompinit\n"
+    print(header * (args.shell == "zsh") + write(commands))
+    return 0
+
+
+def _bash_script(commands: Mapping[str, argparse.ArgumentParser]) -> str:
+    """For bash, and for zsh with its functions of the same names."""
+    cases = []
+    for name, parser in commands.items():
+        options = [word for word in parser._option_string_actions if len(word) > 2]
+        for action in parser._actions:
+            if action.choices is not None and action.option_strings:
+                words = " ".join(map(str, action.choices))
+                cases.append(f'{name}:{action.option_strings[-1]}) words="{words}" ;;')
+            elif action.choices is not None:
+                options += map(str, action.choices)
+        cases.append(f'{name}:*) words="{" ".join(options)}" ;;')
+    lines = "\n        ".join(cases)
+    return f"""_dllm() {{
+    local current=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} words
+    if [ "$COMP_CWORD" -eq 1 ]; then
+        words="{" ".join(commands)}"
+    else
+        case "${{COMP_WORDS[1]}}:$before" in
+        {lines}
+        esac
+    fi
+    COMPREPLY=($(compgen -W "$words" -- "$current"))
+}}
+complete -o default -F _dllm dllm"""
+
+
+def _fish_script(commands: Mapping[str, argparse.ArgumentParser]) -> str:
+    lines = [f"complete -c dllm -n __fish_use_subcommand -fa '{' '.join(commands)}'"]
+    for name, parser in commands.items():
+        begin = f"complete -c dllm -n '__fish_seen_subcommand_from {name}'"
+        for action in parser._actions:
+            words = " ".join(map(str, action.choices or ()))
+            flags = [word for word in action.option_strings if word.startswith("--")]
+            values = f" -xa '{words}'" if words else ""
+            if not action.option_strings and words:
+                lines.append(f"{begin} -fa '{words}'")
+            lines += [f"{begin} -l {flag[2:]}{values}" for flag in flags]
+    return "\n".join(lines)

@@ -39,6 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("dllm: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        # Who reads has enough, as in `dllm models | head`; Python would say so at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except Exception as error:
         if _shows_traceback(args.traceback):
             raise

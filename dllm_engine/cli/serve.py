@@ -1,6 +1,5 @@
 """Serve a model over HTTP: OpenAI's API, decisions, and the routes of code editors
-(/v1/fim/completions, /v1/edit/completions, /v1/apply/completions, /infill, /completion,
-/api/generate).
+(/v1/fim/completions, /infill, /completion, /api/generate).
 
 Everything ``vllm serve`` accepts works here too; ``vllm serve --help=all`` lists it.
 """
@@ -11,7 +10,7 @@ import os
 import sys
 from typing import Any
 
-from dllm_engine.checkpoints import check_start
+from dllm_engine.checkpoints import check_folder, check_start
 from dllm_engine.cli.arguments import (
     DENOISING,
     CommandParser,
@@ -61,7 +60,6 @@ def add_arguments(parser: CommandParser) -> None:
         EngineOptions,
         (
             "share_prompts",
-            "anchor_tokens",
             "refresh_ratio",
             "steps_per_dispatch",
             "lora_path",
@@ -83,15 +81,17 @@ def add_arguments(parser: CommandParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     server_start.end_on_signals()
-    if be_quiet_server(stated_arguments(args.unknown)):
-        key = server_start.started_name(model_path(args.model))
-        what = f"dllm serve {args.model}: importing vLLM, then loading the model"
-        print(f"{what}{last_time(key)} …", flush=True)
-        if not sys.stderr.isatty():
-            args.unknown = ["--no-use-tqdm-on-load", *args.unknown]
+    is_quiet = be_quiet_server(stated_arguments(args.unknown))
+    if is_quiet and not sys.stderr.isatty():
+        args.unknown = ["--no-use-tqdm-on-load", *args.unknown]
     # Read when vLLM is imported. Editors send lists of their users.
     os.environ.setdefault("VLLM_MAX_STOP_STRINGS", "64")
     arguments = vllm_arguments(args)
+    check_folder(args.model)
+    if is_quiet:
+        key = server_start.started_name(model_path(args.model))
+        what = f"dllm serve {args.model}: importing vLLM, then loading the model"
+        print(f"{what}{last_time(key)} …", flush=True)
     check_release()
     check_device()
     check_start(args.model, stated_arguments(args.unknown))

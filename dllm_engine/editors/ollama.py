@@ -9,11 +9,11 @@ from pydantic import BaseModel, Field
 
 from dllm_engine.editors.cursor import (
     Answer,
+    Choice,
     CursorRequest,
     Part,
     SamplingFields,
 )
-from dllm_engine.editors.forms import Form
 
 VERSION = "0.6.4"
 """The one whose routes these are; some clients ask for at least this one."""
@@ -61,47 +61,57 @@ class ShowBody(BaseModel):
     name: str | None = None
 
 
-class OllamaForm(Form):
+class OllamaForm:
     """Lines of JSON."""
 
     media_type = "application/x-ndjson"
 
-    def whole(self, answer: Answer) -> dict[str, Any]:
-        return self.final(answer) | {"response": answer.choices[0].text}
+    def __init__(self, body: GenerateBody | None) -> None:
+        """``body``: of the request; None where it cannot be read."""
+        self._begin = time.monotonic_ns()
+        self._loads = body is not None and not body.prompt
+        self._reason = "stop"
 
-    def part(self, answer: Answer, part: Part) -> dict[str, Any]:
+    def whole(self, answer: Answer, choices: list[Choice], created: int) -> Any:
+        self._reason = choices[0].finish_reason
+        return self._final(answer, choices[0].text)
+
+    def _final(self, answer: Answer, text: str) -> dict[str, Any]:
+        duration = time.monotonic_ns() - self._begin
         return {
             "model": answer.model,
             "created_at": _now(),
-            "response": part.text,
-            "done": False,
-        }
-
-    def final(self, answer: Answer) -> dict[str, Any]:
-        choice = answer.choices[0]
-        duration_ns = int((time.monotonic() - answer.begin) * 1e9)
-        return {
-            "model": answer.model,
-            "created_at": _now(),
-            "response": "",
+            "response": text,
             "done": True,
-            "done_reason": choice.finish_reason if self.body.prompt else "load",
+            "done_reason": "load" if self._loads else self._reason,
             "context": [],
-            "total_duration": duration_ns,
+            "total_duration": duration,
             "load_duration": 0,
-            "prompt_eval_count": answer.num_prompt_tokens,
+            "prompt_eval_count": answer.usage.get("prompt_tokens", 0),
             "prompt_eval_duration": 0,
-            "eval_count": choice.num_tokens,
-            "eval_duration": duration_ns,
+            "eval_count": answer.usage.get("completion_tokens", 0),
+            "eval_duration": duration,
         }
 
-    @staticmethod
-    def error(status: int, message: str) -> dict[str, Any]:
+    def event(self, answer: Answer, part: Part) -> str:
+        self._reason = part.finish_reason or self._reason
+        return _line(
+            {
+                "model": answer.model,
+                "created_at": _now(),
+                "response": part.text,
+                "done": False,
+            }
+        )
+
+    def end(self, answer: Answer) -> str:
+        return _line(self._final(answer, ""))
+
+    def error(self, status: int, message: str) -> Any:
         return {"error": message}
 
-    @staticmethod
-    def event(body: dict[str, Any]) -> str:
-        return f"{json.dumps(body)}\n"
+    def error_event(self, status: int, message: str) -> str:
+        return _line(self.error(status, message))
 
 
 def model_name(name: str) -> str:
@@ -109,12 +119,12 @@ def model_name(name: str) -> str:
     return name.removesuffix(":latest")
 
 
-def version(config: Any, names: list[str]) -> dict[str, Any]:
+def version() -> dict[str, Any]:
     """The answer of ``/api/version``."""
     return {"version": VERSION}
 
 
-def tags(config: Any, names: list[str]) -> dict[str, Any]:
+def tags(models: list[str], family: str) -> dict[str, Any]:
     """The answer of ``/api/tags``."""
     listed = [
         {
@@ -123,29 +133,29 @@ def tags(config: Any, names: list[str]) -> dict[str, Any]:
             "modified_at": _now(),
             "size": 0,
             "digest": "",
-            "details": _details(config.hf_config.model_type),
+            "details": _details(family),
         }
-        for name in names
+        for name in models
     ]
     return {"models": listed}
 
 
-def shown(config: Any) -> dict[str, Any]:
-    """The answer of ``/api/show``. Clients look into template and capabilities for
-    whether the model fills in.
+def shown(family: str, context_length: int, *, fills_in: bool) -> dict[str, Any]:
+    """The answer of ``/api/show``. ``fills_in``: what clients look for in template and
+    capabilities.
     """
-    family = config.hf_config.model_type
-    fills_in = config.hf_config.family.attention == "full"
+    suffix = "{{ .Suffix }}" if fills_in else ""
+    capabilities = ["completion", *(["insert"] if fills_in else [])]
     return {
         "modelfile": "",
         "parameters": "",
-        "template": "{{ .Prompt }}{{ .Suffix }}" if fills_in else "{{ .Prompt }}",
+        "template": f"{{{{ .Prompt }}}}{suffix}",
         "details": _details(family),
         "model_info": {
             "general.architecture": family,
-            f"{family}.context_length": config.max_model_len,
+            f"{family}.context_length": context_length,
         },
-        "capabilities": ["completion", "insert"] if fills_in else ["completion"],
+        "capabilities": capabilities,
     }
 
 
@@ -162,3 +172,7 @@ def _details(family: str) -> dict[str, Any]:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+def _line(body: dict[str, Any]) -> str:
+    return f"{json.dumps(body)}\n"

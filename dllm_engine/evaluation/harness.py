@@ -129,7 +129,7 @@ def check_lm_eval() -> None:
     """Raise ``ValueError`` where lm_eval is missing."""
     if find_spec("lm_eval") is None:
         raise ValueError(
-            "lm_eval is not installed; run pip install 'dllm-engine[eval]'"
+            "lm_eval is not installed; run pip install '.[eval]' in a checkout"
         )
 
 

@@ -26,7 +26,7 @@ def plot_beside(output: Path | None) -> Path | None:
     if find_spec("matplotlib") is None:
         print(
             "no plot is drawn: matplotlib is not installed; run pip install "
-            "'dllm-engine[eval]'",
+            "'.[eval]' in a checkout",
             file=sys.stderr,
         )
         return None

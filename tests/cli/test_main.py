@@ -12,12 +12,12 @@ from dllm_engine.batch import BatchRequest
 from dllm_engine.cache_methods import CACHE_METHODS
 from dllm_engine.cli import evaluate, tune
 from dllm_engine.cli.arguments import key_value, positive_int
-from dllm_engine.cli.commands import build_parser
-from dllm_engine.cli.engine import json_object
+from dllm_engine.cli.commands import COMMANDS, build_parser
+from dllm_engine.cli.engine import DTYPES, json_object
 from dllm_engine.cli.main import main
 from dllm_engine.cli.models import describe
 from dllm_engine.decoding.unmasking_policies import UNMASKING_POLICIES
-from dllm_engine.demo import model_path
+from dllm_engine.demo import DEMO_MODELS, model_path
 from dllm_engine.families import FAMILIES
 from dllm_engine.request_options.unmasking import PARALLEL_OPTIONS
 from dllm_engine.text import one_line
@@ -140,6 +140,7 @@ def refused(argv, capsys):
 def test_every_name_with_a_slip_is_told_the_closest(capsys, command):
     assert "; did you mean '" in refused([slips(command)[0]], capsys)
     flags = commands()[command]._option_string_actions
+    word = "bash" if command == "completion" else "demo"
     for flag, action in flags.items():
         for choice in (
             choice for choice in map(str, action.choices or ()) if len(choice) >= 4
@@ -155,7 +156,7 @@ def test_every_name_with_a_slip_is_told_the_closest(capsys, command):
                     known.startswith(slip) for known in flags
                 ):  # as an abbreviation
                     assert f"{slip} is unknown; did you mean '--" in refused(
-                        [command, slip, "demo"], capsys
+                        [command, slip, word], capsys
                     )
 
 
@@ -184,7 +185,8 @@ def test_the_command_alone_prints_its_help(capsys):
 
 
 @pytest.mark.parametrize(
-    "line", ["--help", "models", "plan fast-dllm-v2-7b", "generate --nothing"]
+    "line",
+    ["--help", "models", "plan fast-dllm-v2-7b", "plan demo", "generate --nothing"],
 )
 def test_what_needs_no_engine_loads_neither_vllm_nor_torch(line):
     check = (
@@ -194,6 +196,28 @@ def test_what_needs_no_engine_loads_neither_vllm_nor_torch(line):
         "sys.exit(not {'vllm', 'torch', 'transformers'}.isdisjoint(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0
+
+
+def completed(script, *words):
+    """What the script for bash offers for the last of ``words``."""
+    ask = f"{script}\nCOMP_WORDS=({' '.join(words)!s} '')\nCOMP_CWORD={len(words)}\n"
+    run = [ask + '_dllm; echo "${COMPREPLY[@]}"']
+    done = subprocess.run(
+        ["bash", "--norc", "-c", *run], capture_output=True, text=True
+    )
+    return done.stdout.split()
+
+
+def test_a_shell_completes_commands_options_and_values(capsys):
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    assert {*COMMANDS, "demo-path"} <= {*completed(script, "dllm")}
+    assert "--cache-method" in completed(script, "dllm", "generate")
+    assert completed(script, "dllm", "generate", "--dtype") == [*DTYPES]
+    assert {*DEMO_MODELS} <= {*completed(script, "dllm", "demo-path")}
+    for shell in ("zsh", "fish"):
+        assert main(["completion", shell]) == 0
+        assert "cache-method" in capsys.readouterr().out
 
 
 def test_demo_path_is_printed_alone(capsys):

@@ -60,8 +60,8 @@ NOT_RUN = {
     "$ dllm plan GSAI-ML/LLaDA-8B-Instruct": (
         "tests/docs/test_deploy_docs.py compares all of its output"
     ),
-    'pip install "dllm-engine[ray]"': NEEDS_CHECKPOINT,
-    "pip install 'dllm-engine[eval]'": NEEDS_NETWORK,
+    'pip install ".[ray]"': NEEDS_CHECKPOINT,
+    "pip install '.[eval]'": NEEDS_NETWORK,
     "dllm eval --model GSAI-ML/LLaDA-8B-Instruct --paper-task": NEEDS_CHECKPOINT,
     "dllm eval --model GSAI-ML/LLaDA-8B-Instruct --tasks intents": NEEDS_CHECKPOINT,
     "dllm bench --model llada-8b": "needs a GPU",

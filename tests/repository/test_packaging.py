@@ -2,6 +2,7 @@
 
 import configparser
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -46,7 +47,7 @@ def wheel(tmp_path_factory) -> Path:
     """
     source = tmp_path_factory.mktemp("source")
     folder = tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(CHECKOUT / name, source)
     for name in ("dllm_engine", *ROOMS):
         shutil.copytree(
@@ -105,6 +106,10 @@ def test_wheel_holds_all_code_and_data_under_one_name(wheel):
     (written,) = (
         name for name in names if name.endswith(".dist-info/entry_points.txt")
     )
+    metadata = next(name for name in names if name.endswith(".dist-info/METADATA"))
+    description = archive.read(metadata).decode().partition("\n\n")[2]
+    assert "docs/canvas.svg)" in description
+    assert not re.findall(r"\]\((?!https?://|#)", description)
     groups = configparser.ConfigParser(delimiters="=")
     groups.read_string(archive.read(written).decode())
     stated = PROJECT["entry-points"] | {"console_scripts": PROJECT["scripts"]}

@@ -108,10 +108,7 @@ class SparsePass(AddingPass):
                 )
                 first_row += len(named)
             self.windows += [
-                on_device(
-                    np.arange(*plan.window) - plan.span.start + plan.num_anchored,
-                    batch.device,
-                )
+                on_device(np.arange(*plan.window) - plan.span.start, batch.device)
             ] * len(members)
 
     def graph_parts(self) -> GraphParts | None:
@@ -188,9 +185,8 @@ class SparsePass(AddingPass):
         """Positions before the rows of a request are shared candidates."""
         rows = super().batch_rows(index, own)
         if index in self.shared.firsts:
-            plan = self.batch.plans[index]
-            number = own + plan.span.start - plan.num_anchored
-            shared = self.shared.firsts[index] + number
+            start = self.batch.plans[index].span.start
+            shared = self.shared.firsts[index] + own + start
             rows = np.where(own < 0, shared, rows)
         return rows
 
@@ -211,9 +207,7 @@ class SparsePass(AddingPass):
         in_order = (positions >= starts) & (positions < stops)
         kept = on_device(np.where(in_order, positions, -1), batch.device)
         slots = self.reading.token_slots(ALL_LAYERS, batch.requests, kept.clamp(min=0))
-        slots.masked_fill_(kept[:, None] < 0, -1)
-        self._keep_anchors(slots)
-        return slots
+        return slots.masked_fill_(kept[:, None] < 0, -1)
 
     def _with_shared(
         self, layer: int, k: torch.Tensor, v: torch.Tensor
@@ -323,11 +317,11 @@ class SharedCandidates:
     @classmethod
     def of(cls, batch: StepBatch) -> "SharedCandidates":
         sizes = {
-            i: plan.read - plan.num_anchored
+            i: plan.read
             for i, plan in enumerate(batch.plans)
             if plan.own is not None and plan.adds and plan.read
         }
-        starts = [batch.plans[i].num_anchored for i in sizes]
+        starts = [0] * len(sizes)
         owners, positions = ranges(starts, [*sizes.values()])
         requests = np.array([*sizes], dtype=np.int64)[owners]
         bounds = accumulate(sizes.values(), initial=batch.bounds[-1])
