@@ -69,6 +69,7 @@ class LLM(vllm.LLM):
         dense_attention: Literal["auto", "flash", "sdpa"] = _DEFAULTS.dense_attention,
         refresh_ratio: float | None = _DEFAULTS.refresh_ratio,
         share_prompts: bool = _DEFAULTS.share_prompts,
+        anchor_tokens: int = _DEFAULTS.anchor_tokens,
         steps_per_dispatch: int = _DEFAULTS.steps_per_dispatch,
         guide_model: str | None = _DEFAULTS.guide_model,
         guide_tokens_per_token: float = _DEFAULTS.guide_tokens_per_token,

@@ -11,7 +11,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from dllm_engine.cache_methods import CACHE_METHODS, DEFAULT_METHODS, methods_for
 from dllm_engine.cache_methods.base import CacheMethod
 from dllm_engine.decoding.canvas_layout import CanvasLayout
-from dllm_engine.decoding.page_layout import GuideShape, PoolGeometry, head_dim_of
+from dllm_engine.decoding.page_layout import (
+    GuideShape,
+    PoolGeometry,
+    head_dim_of,
+    pages_for,
+)
 from dllm_engine.decoding.spec import CacheOptions
 from dllm_engine.demo import DEMO_GUIDE_DIR, DEMO_MODEL
 from dllm_engine.families import ModelFamily
@@ -70,6 +75,11 @@ class EngineOptions(BaseModel):
     share_prompts: bool = False
     """Compute the beginning of a prompt once for all requests that begin so, if the
     model attends to the whole canvas: an approximation (see Shared prompts in docs/methods.md)."""
+    anchor_tokens: int = Field(default=0, ge=0)
+    """With ``share_prompts``: so many of the first and of the last tokens that a request
+    finds in pages are computed again, in whole pages. More of them bring its answer
+    nearer to that without sharing.
+    """
     steps_per_dispatch: int = Field(default=8, ge=1)
     """Denoising steps that workers run before they return to the scheduler, while no
     request waits and no block is complete."""
@@ -147,6 +157,7 @@ class EngineOptions(BaseModel):
         if family.attention != "full":
             for option, ignored in {
                 "share_prompts": False,
+                "anchor_tokens": 0,
                 "guide_model": None,
                 "dense_attention": AUTO,
             }.items():
@@ -167,6 +178,11 @@ class EngineOptions(BaseModel):
     def _check_sharing(self) -> None:
         """Raise ``ValueError`` where prompts cannot be shared."""
         if not self.share_prompts:
+            if self.anchor_tokens:
+                raise ValueError(
+                    f"anchor_tokens={self.anchor_tokens} needs share_prompts=True; set "
+                    f"it, or leave anchor_tokens unset"
+                )
             return
         suited = [name for name in CACHE_METHODS if CACHE_METHODS[name].shares_prompts]
         if self.cache_method not in suited:
@@ -196,6 +212,11 @@ class EngineOptions(BaseModel):
             return None
         num_tokens = layout.prompt_length - layout.shifts_logits
         return num_tokens // self.page_size * self.page_size
+
+    @property
+    def num_anchor_pages(self) -> int:
+        """Pages that hold ``anchor_tokens``."""
+        return pages_for(self.anchor_tokens, self.page_size)
 
     def on_device(self, device_type: str, enforce_eager: bool) -> "EngineOptions":
         """The options with ``cuda_graphs`` settled; raises ``ValueError`` where graphs

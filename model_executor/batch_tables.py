@@ -107,10 +107,12 @@ class KVTables:
         tables: torch.Tensor,
         head_len: torch.Tensor,
         max_head_len: int,
+        first_read: torch.Tensor | None = None,
     ) -> None:
         """``tables``: int32 ``[num_layers, num_requests, most pages]``; ``head_len``:
         tokens that each request attends to, contiguous int32 ``[num_requests]``, of at
-        most ``max_head_len``."""
+        most ``max_head_len``; ``first_read``: number in the table of the first of them,
+        None: 0."""
         heads = pages.num_kv_heads
         num_requests = head_len.shape[0]
         device = head_len.device
@@ -119,6 +121,8 @@ class KVTables:
             .expand(num_requests, -1)
             .contiguous()
         )
+        if first_read is not None:
+            head_start += heads * first_read[:, None]
         token_stride = torch.full(
             (num_requests,), heads, dtype=torch.int32, device=device
         )
@@ -161,17 +165,22 @@ class TokenTables(BatchTables, KVTables):
         head_len: list[int] | None = None,
     ) -> None:
         """``head_len``: tokens in pages that each request attends to; None: as many as
-        its plan reads.
+        its plan reads, without those that it computes itself.
         """
         BatchTables.__init__(self, batch, kind)
-        head_len = [plan.read for plan in batch.plans] if head_len is None else head_len
-        device = batch.device
+        device, first_read = batch.device, None
+        if head_len is None:
+            firsts = [plan.num_anchored for plan in batch.plans]
+            head_len = [plan.read - plan.num_anchored for plan in batch.plans]
+            if any(firsts):
+                first_read = on_device(firsts, device, torch.int32)
         KVTables.__init__(
             self,
             pages,
             self.tables,
             on_device(head_len, device, torch.int32),
             max(head_len),
+            first_read,
         )
         self.requests = batch.requests
         self.positions = batch.positions

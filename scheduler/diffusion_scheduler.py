@@ -95,7 +95,8 @@ class DiffusionScheduler(SchedulerInterface):
             kv_cache_config.num_blocks, hash_block_size, shares=shares_prefixes
         )
         self.tables = PageTables(
-            self.method, geometry, self.pages, scheduling.watermark
+            *(self.method, geometry, self.pages, scheduling.watermark),
+            self.options.num_anchor_pages,
         )
         self.max_num_running = scheduling.max_num_active_seqs or scheduling.max_num_seqs
         self.max_rows = scheduling.max_num_batched_tokens

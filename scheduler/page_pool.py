@@ -106,15 +106,21 @@ class PagePool:
         request_id: str,
         num_pages: int,
         found: Sequence[Sequence[KVCacheBlock]] = (),
+        num_own: int = 0,
+        num_keyed: int | None = None,
     ) -> None:
         """Set ``num_pages`` aside, which ``can_reserve``, for a request whose tables
-        begin with ``found``.
-        """
+        begin with ``num_own`` pages of its own and ``found``. ``num_keyed``: pages of
+        its text that others can find; None: those of ``found``."""
         self._reserved[request_id] = num_pages
         self._blocks.touch([*chain.from_iterable(found)])
-        self._tables[request_id] = [list(table) for table in found]
-        self._num_held += sum(map(len, found))
-        self.num_keyed[request_id] = len(found[0]) if found else 0
+        self._tables[request_id] = [
+            [*self._blocks.get_new_blocks(num_own), *table] for table in found
+        ]
+        self._num_held += sum(map(len, self._tables[request_id]))
+        if num_keyed is None:
+            num_keyed = len(found[0]) if found else 0
+        self.num_keyed[request_id] = num_keyed
 
     def grow(self, request_id: str, num_pages: int) -> bool:
         """Raise a request's reservation to ``num_pages``, if it has less; whether the

@@ -1,5 +1,7 @@
 """Page tables of requests, in the pool."""
 
+from typing import NamedTuple
+
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import RequestStatus
@@ -19,6 +21,16 @@ from dllm_engine.scheduler.request_state import RequestState
 from dllm_engine.text import readable_size
 
 
+class SharedPages(NamedTuple):
+    """Pages of others that a request begins with."""
+
+    tables: list[list[KVCacheBlock]]
+    num_anchors: int
+    """Pages of its own before them, in each table."""
+    num_found: int
+    """Pages of each table that others can find already."""
+
+
 class PageTables:
     """Pages that the steps of requests read and write. Where the pool shares pages,
     requests that begin with the same tokens share those that hold them.
@@ -30,9 +42,11 @@ class PageTables:
         geometry: PoolGeometry,
         pages: PagePool,
         watermark: float,
+        num_anchors: int = 0,
     ) -> None:
         """``watermark``: share of the pages left for running requests to grow into,
-        when another one is admitted beside them.
+        when another one is admitted beside them. ``num_anchors``: of the pages that a
+        request finds, so many at both ends are filled again.
         """
         if pages.shares and pages.hash_block_size != geometry.page_size:
             raise ValueError(
@@ -44,6 +58,7 @@ class PageTables:
         self.pages = pages
         self.shares_prefixes = pages.shares
         self.watermark = watermark if method.keeps_for_good else 0.0
+        self.num_anchors = num_anchors
         self.prefix_stats = PrefixCacheStats()
         self._being_filled: set[BlockHash] = set()
         """Keys of the pages that the step in hand fills for good."""
@@ -51,7 +66,7 @@ class PageTables:
     def begin_step(self) -> None:
         self._being_filled.clear()
 
-    def find_prefix(self, state: RequestState) -> list[list[KVCacheBlock]] | None:
+    def find_prefix(self, state: RequestState) -> SharedPages | None:
         """Pages of other requests that hold the beginning of one that waits, per table.
         None: the step in hand fills the next one, which is worth waiting for.
         """
@@ -60,18 +75,25 @@ class PageTables:
             # A seed is predicted by a row, so the last one is computed.
             unseeded = state.request.num_tokens - state.spec.layout.seeds_blocks
             keys = self._new_keys(state, self._num_final(state, unseeded))
-        shared = self.pages.find(keys, self.geometry.num_layers)
-        num_shared = len(shared[0]) if shared else 0
-        if self._being_filled.intersection(keys[num_shared : num_shared + 1]):
+        found = self.pages.find(keys, self.geometry.num_layers)
+        num_found = len(found[0]) if found else 0
+        if self._being_filled.intersection(keys[num_found : num_found + 1]):
             return None
-        num_tokens = num_shared * self.geometry.page_size
-        state.progress.retained = state.progress.num_shared = num_tokens
+        first, stop = self.num_anchors, num_found - self.num_anchors
+        if stop <= first:
+            shared = SharedPages([], 0, num_found)
+            first = stop = 0
+        else:
+            shared = SharedPages([t[first:stop] for t in found], first, num_found)
+        progress, size = state.progress, self.geometry.page_size
+        progress.num_anchored = first * size
+        progress.retained = progress.num_shared = stop * size
         return shared
 
     def reserve(
         self,
         state: RequestState,
-        shared: list[list[KVCacheBlock]],
+        shared: SharedPages,
         kept_free: float,
         *,
         is_alone: bool,
@@ -87,9 +109,9 @@ class PageTables:
         num_pages = self.pages.num_pages
         watermark = 0 if is_alone else int(self.watermark * num_pages)
         spare = max(watermark, int(kept_free * num_pages))
-        if not self.pages.can_reserve(demand + spare, shared):
+        if not self.pages.can_reserve(demand + spare, shared.tables):
             return False
-        self.pages.reserve(state.request_id, demand, shared)
+        self.pages.reserve(state.request_id, demand, *shared)
         return True
 
     def grow(self, state: RequestState) -> bool:
@@ -104,7 +126,7 @@ class PageTables:
         if self.shares_prefixes and not request.skip_reading_prefix_cache:
             self.prefix_stats.record(
                 request.num_tokens,
-                state.progress.retained,
+                state.progress.num_read,
                 preempted=request.num_preemptions > 0,
             )
 

@@ -51,7 +51,7 @@ class RequestState:
         if request.prefill_stats is not None:
             request.prefill_stats.set(
                 num_prompt_tokens=request.num_prompt_tokens,
-                num_local_cached_tokens=self.progress.retained,
+                num_local_cached_tokens=self.progress.num_read,
                 num_external_cached_tokens=0,
             )
         assert request.prompt_token_ids is not None

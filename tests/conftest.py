@@ -50,6 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
 IN_ONE_PROCESS = {
     "tests/red_team/test_hostile_requests.py": "tests/serving/test_load.py",
     "tests/red_team/test_random_engines.py": "tests/distributed/test_tensor_parallel.py",
+    "tests/serving/test_editors.py": "tests/serving/test_load.py",
     "tests/serving/test_one_against_all.py": "tests/serving/test_load.py",
     "tests/serving/test_model_servers.py": "tests/serving/test_playground.py",
 }

@@ -137,7 +137,9 @@ def add_engine_arguments(
         )
     add_model_arguments(group)
     add_options(
-        group, EngineOptions, ("share_prompts", "cuda_graphs", "batch_invariant")
+        group,
+        EngineOptions,
+        ("share_prompts", "anchor_tokens", "cuda_graphs", "batch_invariant"),
     )
     other = (
         "any other argument of vllm.LLM, repeatable, for example "

@@ -1,5 +1,6 @@
 """Serve a model over HTTP: OpenAI's API, decisions, and the routes of code editors
-(/v1/fim/completions, /infill, /completion, /api/generate).
+(/v1/fim/completions, /v1/edit/completions, /v1/apply/completions, /infill, /completion,
+/api/generate).
 
 Everything ``vllm serve`` accepts works here too; ``vllm serve --help=all`` lists it.
 """
@@ -60,6 +61,7 @@ def add_arguments(parser: CommandParser) -> None:
         EngineOptions,
         (
             "share_prompts",
+            "anchor_tokens",
             "refresh_ratio",
             "steps_per_dispatch",
             "lora_path",

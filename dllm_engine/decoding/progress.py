@@ -65,6 +65,9 @@ class Progress:
     """Tokens at the beginning of the prompt that steps read from pages and compute no
     more (``share_prompts``).
     """
+    num_anchored: int = 0
+    """The first of them that the first step computes all the same (``anchor_tokens``).
+    """
     trace: dict[str, list] = field(default_factory=dict)
     """Per-forward records, kept only when the engine traces."""
 
@@ -80,6 +83,11 @@ class Progress:
         )
         progress._settle(spec)
         return progress
+
+    @property
+    def num_read(self) -> int:
+        """Tokens of the prompt that a request begins with and never computes."""
+        return self.num_shared - self.num_anchored
 
     @property
     def num_masked(self) -> int:
@@ -118,7 +126,7 @@ class Progress:
                 retained,
                 max(self.tokens_retained, retained),
             )
-            self.num_shared = spec.num_sharable or 0
+            self.num_shared, self.num_anchored = spec.num_sharable or 0, 0
         self.num_forwards += 1
         if prefills:
             return

@@ -137,6 +137,8 @@ class StepPlan:
     """
     read: int = 0
     """Tokens per layer that the rows attend to in pages."""
+    num_anchored: int = 0
+    """The first of these that the step computes and writes itself, beside ``span``."""
     retained: int = 0
     """Tokens per layer that pages hold after the step."""
     adds: tuple[Retention, ...] = ()
@@ -346,7 +348,7 @@ def step_plan(
         state=state,
         scope=scope,
         span=span,
-        max_rows=span.size,
+        max_rows=progress.num_anchored + span.size,
         window=window,
         quota=unmask_quota(spec, progress, window, window_alone),
         forward=progress.num_denoised,
@@ -354,6 +356,7 @@ def step_plan(
         if spec.unmasking.edit_threshold is not None and not progress.num_masked
         else 0,
         read=read,
+        num_anchored=progress.num_anchored,
         retained=read + sum(retention.count for retention in adds),
         adds=tuple(retention for retention in adds if retention.count),
     )

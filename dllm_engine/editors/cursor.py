@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
-from dllm_engine.editors.completions import around_cursor
+from dllm_engine.editors.completions import CUT_HEADER, around_cursor
 from dllm_engine.editors.markers import file_text
 from dllm_engine.vllm_hooks.server.open_requests import open_request
 from dllm_engine.vllm_hooks.server.settling import COMPLETIONS, settled_fields
@@ -34,6 +34,7 @@ class CursorRequest:
     model: str | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
     """Fields of ``/v1/completions``."""
+    limit_ms: float | None = None
 
     def fields(self, serving: Any) -> dict[str, Any]:
         """The body of ``/v1/completions`` that asks for it."""
@@ -78,54 +79,103 @@ class SamplingFields(BaseModel):
 
 
 class Part(NamedTuple):
-    """A part of one choice of a streamed answer."""
+    """A part of one choice of an answer."""
 
     choice: int
     text: str
     finish_reason: str | None
-    created: int
+    num_tokens: int
+    """Of the choice up to here."""
+
+
+@dataclass
+class Choice:
+    """One choice of an answer, as far as it has come."""
+
+    text: str = ""
+    finish_reason: str = "stop"
+    num_tokens: int = 0
 
 
 @dataclass
 class Answer:
-    """The parts of an answer as they come, and its usage once it is complete."""
+    """An answer, and the parts that it is still to get."""
 
     id: str
     model: str
-    events: AsyncGenerator[str, None] | None = None
-    known: str = ""
-    """The text, if there are no events."""
-    usage: dict[str, int] = field(default_factory=dict)
+    coming: AsyncGenerator[Part, None]
+    num_prompt_tokens: int = 0
+    limit_ms: float | None = None
+    """Time after which choices that have a line are complete."""
+    is_cut: bool = False
+    """Whether the texts around the cursor did not fit."""
+    created: int = field(default_factory=lambda: int(time.time()))
+    begin: float = field(default_factory=time.monotonic)
+    choices: dict[int, Choice] = field(default_factory=lambda: {0: Choice()})
+
+    @property
+    def usage(self) -> dict[str, int]:
+        num_tokens = sum(choice.num_tokens for choice in self.choices.values())
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": num_tokens,
+            "total_tokens": self.num_prompt_tokens + num_tokens,
+        }
 
     async def parts(self) -> AsyncGenerator[Part, None]:
-        """Raises ``HTTPException`` for what ends the answer with an error."""
-        if self.events is None:
-            yield Part(0, self.known, "stop", int(time.time()))
-            return
-        async with aclosing(self.events) as events:
-            async for event in events:
-                data = event.removeprefix("data: ").strip()
-                if not data.startswith("{"):
-                    continue
-                chunk = json.loads(data)
-                if "error" in chunk:
-                    error = chunk["error"]
-                    raise HTTPException(int(error["code"]), error["message"])
-                self.usage = chunk.get("usage") or self.usage
-                for choice in chunk.get("choices", ()):
-                    yield Part(
-                        choice["index"],
-                        choice.get("text") or "",
-                        choice.get("finish_reason"),
-                        chunk["created"],
-                    )
+        """Parts as they come, which are then in ``choices``. Raises ``HTTPException``
+        for what ends the answer with an error.
+        """
+        async with aclosing(self.coming) as coming:
+            async for part in coming:
+                choice = self.choices.setdefault(part.choice, Choice())
+                choice.text += part.text
+                choice.finish_reason = part.finish_reason or choice.finish_reason
+                choice.num_tokens = part.num_tokens
+                yield part
+                if self._is_late():
+                    return
+
+    def _is_late(self) -> bool:
+        passed_ms = (time.monotonic() - self.begin) * 1000
+        return (
+            self.limit_ms is not None
+            and passed_ms > self.limit_ms
+            and all("\n" in choice.text for choice in self.choices.values())
+        )
+
+    async def complete(self) -> None:
+        """Wait for all parts."""
+        async with aclosing(self.parts()) as parts:
+            async for _ in parts:
+                pass
 
 
-class Choice(NamedTuple):
-    """One choice of a complete answer."""
+async def known(text: str) -> AsyncGenerator[Part, None]:
+    """The parts of an answer that no model is asked for."""
+    yield Part(0, text, "stop", 0)
 
-    text: str
-    finish_reason: str
+
+async def _coming(events: AsyncGenerator[str, None]) -> AsyncGenerator[Part, None]:
+    """The parts in the stream of ``/v1/completions``."""
+    async with aclosing(events):
+        async for event in events:
+            data = event.removeprefix("data: ").strip()
+            if not data.startswith("{"):
+                continue
+            chunk = json.loads(data)
+            if "error" in chunk:
+                error = chunk["error"]
+                raise HTTPException(int(error["code"]), error["message"])
+            # An empty choice has no usage.
+            num_tokens = chunk.get("usage", {}).get("completion_tokens", 0)
+            for choice in chunk["choices"]:
+                yield Part(
+                    choice["index"],
+                    choice["text"],
+                    choice.get("finish_reason"),
+                    num_tokens,
+                )
 
 
 async def ask(request: CursorRequest, state: Any, request_id: str) -> Answer:
@@ -136,36 +186,21 @@ async def ask(request: CursorRequest, state: Any, request_id: str) -> Answer:
     assert asked is not None, "Answers is in front"
     fields = request.fields(serving)
     settled = await settled_fields(fields, COMPLETIONS, state, asked)
+    usage = {"include_usage": True, "continuous_usage_stats": True}
     body = CompletionRequest.model_validate(
-        {
-            **settled,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "request_id": request_id,
-        }
+        settled | {"stream": True, "stream_options": usage, "request_id": request_id}
     )
     # vLLM's class takes fewer than editors send.
     body.stop = list(request.stops)
-    created = await serving.create_completion(body)
-    if isinstance(created, ErrorResponse):
-        raise HTTPException(created.error.code, created.error.message)
+    events = await serving.create_completion(body)
+    if isinstance(events, ErrorResponse):
+        raise HTTPException(events.error.code, events.error.message)
     model = request.model or state.openai_serving_models.model_name()
-    return Answer(request_id, model, created)
-
-
-async def whole(answer: Answer, limit_ms: float | None = None) -> list[Choice]:
-    """All choices of an answer; after ``limit_ms`` those that have a line are not
-    waited for.
-    """
-    choices = {0: Choice("", "stop")}
-    begin = time.monotonic()
-    async with aclosing(answer.parts()) as parts:
-        async for part in parts:
-            before = choices.get(part.choice, Choice("", "stop"))
-            choices[part.choice] = Choice(
-                before.text + part.text, part.finish_reason or before.finish_reason
-            )
-            is_late = limit_ms and (time.monotonic() - begin) * 1000 > limit_ms
-            if is_late and all("\n" in choice.text for choice in choices.values()):
-                break
-    return [choice for _, choice in sorted(choices.items())]
+    return Answer(
+        request_id,
+        model,
+        _coming(events),
+        num_prompt_tokens=len(settled["prompt"][0]),
+        limit_ms=request.limit_ms,
+        is_cut=CUT_HEADER in asked.headers,
+    )

@@ -5,15 +5,15 @@ What is not at the cursor cannot change: it is given. An edit fills in the rest 
 cursor's line, and an application copies the lines of the file that it keeps.
 """
 
-import json
 import re
+import time
 from typing import Any
 
 from pydantic import BaseModel, Field
 
-from dllm_engine.editors.cursor import Answer, Choice, CursorRequest, Part
+from dllm_engine.editors.cursor import Answer, CursorRequest, Part, SamplingFields
+from dllm_engine.editors.fim import FimForm
 from dllm_engine.editors.merging import merged
-from dllm_engine.editors.openai_forms import FimForm
 from dllm_engine.request_options.errors import InvalidRequestError
 
 NO_CHANGE = "None"
@@ -38,15 +38,12 @@ class Message(BaseModel):
     content: str
 
 
-class ChatBody(BaseModel):
+class ChatBody(SamplingFields):
     """The fields that both routes take. Fields that are not here are ignored."""
 
     messages: list[Message] = Field(min_length=1)
     model: str | None = None
     max_tokens: int | None = Field(default=None, ge=-1)
-    temperature: float | None = None
-    top_p: float | None = None
-    stop: str | list[str] | None = None
     stream: bool | None = False
 
     @property
@@ -82,14 +79,13 @@ class EditBody(ChatBody):
         match = _REGION.search(self.content)
         assert match is not None
         after = self.content[match.end() :].partition(_FILE_END)[0]
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop
         return CursorRequest(
             prefix + before,
             (behind + after) or "\n",
             budget=self.max_tokens,
-            stops=["\n", *(stops or ())],
+            stops=["\n", *self.stops],
             model=self.model,
-            sampling={"temperature": self.temperature, "top_p": self.top_p},
+            sampling=self.sampling,
         )
 
 
@@ -111,69 +107,35 @@ class ApplyBody(ChatBody):
         )
 
 
-class ChatForm(FimForm):
-    """A message of a chat that is complete at once."""
-
-    kind = "chat.completion"
-
-    def whole(self, answer: Answer, choices: list[Choice], created: int) -> Any:
-        texts = [
-            Choice(self.content(choice.text), choice.finish_reason)
-            for choice in choices
-        ]
-        return {**super().whole(answer, texts, created), "object": self.kind}
-
-    def content(self, text: str) -> str:
-        """The message for what was filled in."""
-        return text
-
-
-class EditForm(ChatForm):
-    """The edited region in a fence, which clients cut it out of."""
+class EditForm(FimForm):
+    """The edited region in a fence, which clients cut it out of. It comes at once."""
 
     kind = "edit.completion"
 
-    def __init__(self, body: EditBody | None) -> None:
-        """``body``: of the request; None where it cannot be read."""
-        self._body = body
-        self._text = ""
-
     def content(self, text: str) -> str:
-        if self._body is None:
-            return text
-        before, rest, behind, _ = self._body.parts()
+        before, rest, behind, _ = self.body.parts()
         if text.rstrip() == rest.rstrip():
             return NO_CHANGE
         return f"```\n{before}{text}{behind}\n```"
 
-    def event(self, answer: Answer, part: Part) -> str:
-        """Nothing until the whole line is there."""
-        self._text += part.text
-        return ""
+    def part(self, answer: Answer, part: Part) -> dict[str, Any] | None:
+        return None
 
-    def end(self, answer: Answer) -> str:
-        content = self.content(self._text)
-        delta = {"role": "assistant", "content": content}
-        choice = {"index": 0, "delta": delta, "finish_reason": "stop"}
-        chunk = {
-            "id": answer.id,
-            "object": "chat.completion.chunk",
-            "model": answer.model,
-            "choices": [choice],
-        }
-        return f"data: {json.dumps(chunk)}\n\n{self.last}"
+    def final(self, answer: Answer) -> dict[str, Any] | None:
+        text = self.content(answer.choices[0].text)
+        return super().part(answer, Part(0, text, "stop", 0))
 
 
-def models(names: list[str], context_length: int, created: int) -> dict[str, Any]:
+def models(config: Any, names: list[str]) -> dict[str, Any]:
     """The answer of the lists of models."""
     listed = [
         {
             "id": name,
             "name": name,
             "object": "model",
-            "created": created,
-            "context_length": context_length,
-            "max_output_length": context_length,
+            "created": int(time.time()),
+            "context_length": config.max_model_len,
+            "max_output_length": config.max_model_len,
         }
         for name in names
     ]

@@ -1,17 +1,16 @@
 """``/infill`` and ``/completion``, as clients of llama.cpp's server ask and read."""
 
-import json
 from typing import Any
 
 from pydantic import BaseModel, Field
 
 from dllm_engine.editors.cursor import (
     Answer,
-    Choice,
     CursorRequest,
     Part,
     SamplingFields,
 )
+from dllm_engine.editors.forms import Form
 
 _STOP_TYPES = {"length": "limit", "stop": "eos"}
 
@@ -42,6 +41,7 @@ class LlamaBody(SamplingFields):
             num_choices=self.n_cmpl or 1,
             model=self.model,
             sampling=self.sampling,
+            limit_ms=self.t_max_predict_ms,
             **more,
         )
 
@@ -74,46 +74,47 @@ class CompletionBody(LlamaBody):
         return self._request(self.prompt, None)
 
 
-class LlamaForm:
+class LlamaForm(Form):
     """llama.cpp's answers."""
 
-    media_type = "text/event-stream"
-
-    def __init__(self, body: LlamaBody | None) -> None:
-        """``body``: of the request; None where it cannot be read."""
-        self._wanted = None if body is None else body.response_fields
-        self._is_list = body is not None and (body.n_cmpl or 1) > 1
-
-    def whole(self, answer: Answer, choices: list[Choice], created: int) -> Any:
+    def whole(self, answer: Answer) -> Any:
         bodies = [
-            self._final(answer, index, choice.text, choice.finish_reason)
-            for index, choice in enumerate(choices)
+            self._kept(self._final(answer, index)) for index in sorted(answer.choices)
         ]
-        return bodies if self._is_list else bodies[0]
+        return bodies if (self.body.n_cmpl or 1) > 1 else bodies[0]
 
-    def _final(
-        self, answer: Answer, index: int, text: str, reason: str
-    ) -> dict[str, Any]:
-        body = {
+    def part(self, answer: Answer, part: Part) -> dict[str, Any]:
+        return {"index": part.choice, "content": part.text, "stop": False}
+
+    def final(self, answer: Answer) -> dict[str, Any]:
+        return self._final(answer, 0) | {"content": ""}
+
+    def _final(self, answer: Answer, index: int) -> dict[str, Any]:
+        choice = answer.choices[index]
+        return {
             "index": index,
-            "content": text,
+            "content": choice.text,
             "id_slot": 0,
             "stop": True,
             "model": answer.model,
-            "tokens_predicted": answer.usage.get("completion_tokens", 0),
-            "tokens_evaluated": answer.usage.get("prompt_tokens", 0),
+            "tokens_predicted": choice.num_tokens,
+            "tokens_evaluated": answer.num_prompt_tokens,
             "tokens_cached": 0,
-            "truncated": False,
-            "stop_type": _STOP_TYPES.get(reason, "none"),
+            "truncated": answer.is_cut,
+            "stop_type": _STOP_TYPES.get(choice.finish_reason, "none"),
             "stopping_word": "",
-            "has_new_line": "\n" in text,
+            "has_new_line": "\n" in choice.text,
             "generation_settings": {},
             "timings": {},
         }
-        if self._wanted is None:
+
+    def _kept(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The fields that were asked for. ``a/b`` is field b of a."""
+        wanted = self.body.response_fields
+        if wanted is None:
             return body
         kept = {}
-        for name in filter(None, self._wanted):
+        for name in filter(None, wanted):
             value: Any = body
             for key in name.split("/"):
                 value = value.get(key) if isinstance(value, dict) else None
@@ -121,32 +122,14 @@ class LlamaForm:
                 kept[name] = value
         return kept
 
-    def event(self, answer: Answer, part: Part) -> str:
-        chunk = {"index": part.choice, "content": part.text, "stop": False}
-        return _event(chunk)
 
-    def end(self, answer: Answer) -> str:
-        return _event(self._final(answer, 0, "", "stop"))
-
-    def error(self, status: int, message: str) -> Any:
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        return {"error": {"code": status, "message": message, "type": kind}}
-
-    def error_event(self, status: int, message: str) -> str:
-        return _event(self.error(status, message))
-
-
-def _event(body: dict[str, Any]) -> str:
-    return f"data: {json.dumps(body, separators=(',', ':'))}\n\n"
-
-
-def props(n_ctx: int, model: str) -> dict[str, Any]:
+def props(config: Any, names: list[str]) -> dict[str, Any]:
     """The answer of ``/props``."""
     return {
-        "default_generation_settings": {"n_ctx": n_ctx, "params": {}},
+        "default_generation_settings": {"n_ctx": config.max_model_len, "params": {}},
         "total_slots": 1,
-        "model_alias": model,
-        "model_path": model,
+        "model_alias": names[0],
+        "model_path": names[0],
         "chat_template": "",
         "modalities": {"vision": False, "audio": False},
         "build_info": "dllm-engine",

@@ -9,11 +9,11 @@ from pydantic import BaseModel, Field
 
 from dllm_engine.editors.cursor import (
     Answer,
-    Choice,
     CursorRequest,
     Part,
     SamplingFields,
 )
+from dllm_engine.editors.forms import Form
 
 VERSION = "0.6.4"
 """The one whose routes these are; some clients ask for at least this one."""
@@ -61,57 +61,47 @@ class ShowBody(BaseModel):
     name: str | None = None
 
 
-class OllamaForm:
+class OllamaForm(Form):
     """Lines of JSON."""
 
     media_type = "application/x-ndjson"
 
-    def __init__(self, body: GenerateBody | None) -> None:
-        """``body``: of the request; None where it cannot be read."""
-        self._begin = time.monotonic_ns()
-        self._loads = body is not None and not body.prompt
-        self._reason = "stop"
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        return self.final(answer) | {"response": answer.choices[0].text}
 
-    def whole(self, answer: Answer, choices: list[Choice], created: int) -> Any:
-        self._reason = choices[0].finish_reason
-        return self._final(answer, choices[0].text)
-
-    def _final(self, answer: Answer, text: str) -> dict[str, Any]:
-        duration = time.monotonic_ns() - self._begin
+    def part(self, answer: Answer, part: Part) -> dict[str, Any]:
         return {
             "model": answer.model,
             "created_at": _now(),
-            "response": text,
-            "done": True,
-            "done_reason": "load" if self._loads else self._reason,
-            "context": [],
-            "total_duration": duration,
-            "load_duration": 0,
-            "prompt_eval_count": answer.usage.get("prompt_tokens", 0),
-            "prompt_eval_duration": 0,
-            "eval_count": answer.usage.get("completion_tokens", 0),
-            "eval_duration": duration,
+            "response": part.text,
+            "done": False,
         }
 
-    def event(self, answer: Answer, part: Part) -> str:
-        self._reason = part.finish_reason or self._reason
-        return _line(
-            {
-                "model": answer.model,
-                "created_at": _now(),
-                "response": part.text,
-                "done": False,
-            }
-        )
+    def final(self, answer: Answer) -> dict[str, Any]:
+        choice = answer.choices[0]
+        duration_ns = int((time.monotonic() - answer.begin) * 1e9)
+        return {
+            "model": answer.model,
+            "created_at": _now(),
+            "response": "",
+            "done": True,
+            "done_reason": choice.finish_reason if self.body.prompt else "load",
+            "context": [],
+            "total_duration": duration_ns,
+            "load_duration": 0,
+            "prompt_eval_count": answer.num_prompt_tokens,
+            "prompt_eval_duration": 0,
+            "eval_count": choice.num_tokens,
+            "eval_duration": duration_ns,
+        }
 
-    def end(self, answer: Answer) -> str:
-        return _line(self._final(answer, ""))
-
-    def error(self, status: int, message: str) -> Any:
+    @staticmethod
+    def error(status: int, message: str) -> dict[str, Any]:
         return {"error": message}
 
-    def error_event(self, status: int, message: str) -> str:
-        return _line(self.error(status, message))
+    @staticmethod
+    def event(body: dict[str, Any]) -> str:
+        return f"{json.dumps(body)}\n"
 
 
 def model_name(name: str) -> str:
@@ -119,12 +109,12 @@ def model_name(name: str) -> str:
     return name.removesuffix(":latest")
 
 
-def version() -> dict[str, Any]:
+def version(config: Any, names: list[str]) -> dict[str, Any]:
     """The answer of ``/api/version``."""
     return {"version": VERSION}
 
 
-def tags(models: list[str], family: str) -> dict[str, Any]:
+def tags(config: Any, names: list[str]) -> dict[str, Any]:
     """The answer of ``/api/tags``."""
     listed = [
         {
@@ -133,29 +123,29 @@ def tags(models: list[str], family: str) -> dict[str, Any]:
             "modified_at": _now(),
             "size": 0,
             "digest": "",
-            "details": _details(family),
+            "details": _details(config.hf_config.model_type),
         }
-        for name in models
+        for name in names
     ]
     return {"models": listed}
 
 
-def shown(family: str, context_length: int, *, fills_in: bool) -> dict[str, Any]:
-    """The answer of ``/api/show``. ``fills_in``: what clients look for in template and
-    capabilities.
+def shown(config: Any) -> dict[str, Any]:
+    """The answer of ``/api/show``. Clients look into template and capabilities for
+    whether the model fills in.
     """
-    suffix = "{{ .Suffix }}" if fills_in else ""
-    capabilities = ["completion", *(["insert"] if fills_in else [])]
+    family = config.hf_config.model_type
+    fills_in = config.hf_config.family.attention == "full"
     return {
         "modelfile": "",
         "parameters": "",
-        "template": f"{{{{ .Prompt }}}}{suffix}",
+        "template": "{{ .Prompt }}{{ .Suffix }}" if fills_in else "{{ .Prompt }}",
         "details": _details(family),
         "model_info": {
             "general.architecture": family,
-            f"{family}.context_length": context_length,
+            f"{family}.context_length": config.max_model_len,
         },
-        "capabilities": capabilities,
+        "capabilities": ["completion", "insert"] if fills_in else ["completion"],
     }
 
 
@@ -172,7 +162,3 @@ def _details(family: str) -> dict[str, Any]:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
-
-
-def _line(body: dict[str, Any]) -> str:
-    return f"{json.dumps(body)}\n"

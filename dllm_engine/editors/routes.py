@@ -1,74 +1,58 @@
 """The routes of editors: who asks in which form, and how the answer is sent."""
 
 import json
-import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, Any
 
 from fastapi import Depends, HTTPException, Request
 from pydantic import BaseModel, ValidationError
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import (
+    JSONResponse,
+    PlainTextResponse,
+    Response,
+    StreamingResponse,
+)
 from vllm.entrypoints.serve.exception_handling.error_response import (
     create_error_response,
 )
+from vllm.entrypoints.serve.instrumentator.health import health
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
 from vllm.utils import random_uuid
 
-from dllm_engine.editors import inception, llama_cpp, ollama
-from dllm_engine.editors.cursor import (
-    Answer,
-    Choice,
-    CursorRequest,
-    Part,
-    ask,
-    whole,
-)
-from dllm_engine.editors.openai_forms import FimBody, FimForm
+from dllm_engine.editors import fim, inception, llama_cpp, ollama
+from dllm_engine.editors.cursor import Answer, CursorRequest, ask, known
+from dllm_engine.editors.forms import Form
 from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.text import explain
 
-
-class Form(Protocol):
-    """The form of answers."""
-
-    media_type: str
-
-    def whole(self, answer: Answer, choices: list[Choice], created: int) -> Any: ...
-    def event(self, answer: Answer, part: Part) -> str: ...
-    def end(self, answer: Answer) -> str: ...
-    def error(self, status: int, message: str) -> Any: ...
-    def error_event(self, status: int, message: str) -> str: ...
-
-
-class Route(NamedTuple):
-    """A route that completes at a cursor."""
-
-    body: Any
-    """Class of the body. Its method ``request`` returns a ``CursorRequest``, or the text
-    of an answer that no model is asked for."""
-    form: Callable[[Any], Form]
-    """The form of the answer to a body; None: to one that cannot be read."""
-
-
-ROUTES: dict[str, Route] = {
-    "/v1/fim/completions": Route(FimBody, lambda body: FimForm()),
-    "/infill": Route(llama_cpp.InfillBody, llama_cpp.LlamaForm),
-    "/completion": Route(llama_cpp.CompletionBody, llama_cpp.LlamaForm),
-    "/api/generate": Route(ollama.GenerateBody, ollama.OllamaForm),
-    "/v1/edit/completions": Route(inception.EditBody, inception.EditForm),
-    "/v1/apply/completions": Route(
-        inception.ApplyBody, lambda body: inception.ChatForm()
-    ),
+ROUTES: dict[str, tuple[Any, type[Form]]] = {
+    "/v1/fim/completions": (fim.FimBody, fim.FimForm),
+    "/infill": (llama_cpp.InfillBody, llama_cpp.LlamaForm),
+    "/completion": (llama_cpp.CompletionBody, llama_cpp.LlamaForm),
+    "/api/generate": (ollama.GenerateBody, ollama.OllamaForm),
+    "/v1/edit/completions": (inception.EditBody, inception.EditForm),
+    "/v1/apply/completions": (inception.ApplyBody, fim.FimForm),
 }
-"""Routes that are asked for completions."""
+"""By route, the class of its bodies and the form of its answers. A body's ``request()``
+is a ``CursorRequest``, or the text of an answer that no model is asked for.
+"""
+FACTS: dict[str, Callable[[Any, list[str]], dict[str, Any]]] = {
+    "/v1/fim/completions/models": inception.models,
+    "/v1/edit/completions/models": inception.models,
+    "/v1/chat/completions/models": inception.models,
+    "/props": llama_cpp.props,
+    "/api/version": ollama.version,
+    "/api/tags": ollama.tags,
+}
+"""Routes that say something of the model, by its config and its names."""
 SHOW = "/api/show"
-LISTS = ("fim", "edit", "chat")
-"""Kinds of completions of which Inception's client lists the models."""
 OWN_BODIES = (*ROUTES, SHOW)
 """Routes whose bodies have fields of their own."""
 GUARDED = ("/infill", "/completion", "/props", "/api/")
 """Beginnings of routes that ask for the server's API key, beside ``/v1``."""
+REPLACED = ("/health",)
+"""Routes of vLLM's that are replaced."""
 
 
 async def _read_body(raw_request: Request) -> bytes:
@@ -81,67 +65,32 @@ Body = Annotated[bytes, Depends(_read_body)]
 
 def add_routes(app: Any) -> None:
     """Serve the routes from a FastAPI ``app`` of vLLM's."""
-    for path, route in ROUTES.items():
-        handler = with_cancellation(load_aware_call(_handler(route)))
-        app.add_api_route(path, handler, methods=["POST"])
-
-    async def show_props(raw_request: Request) -> JSONResponse:
-        config, models = _served(raw_request)
-        return JSONResponse(llama_cpp.props(config.max_model_len, models[0]))
-
-    async def show_version() -> JSONResponse:
-        return JSONResponse(ollama.version())
-
-    async def show_tags(raw_request: Request) -> JSONResponse:
-        config, models = _served(raw_request)
-        return JSONResponse(ollama.tags(models, config.hf_config.model_type))
-
-    async def show_model(body: Body, raw_request: Request) -> JSONResponse:
-        config, models = _served(raw_request)
-        try:
-            asked = _parsed(body, ollama.ShowBody)
-        except InvalidRequestError as error:
-            return JSONResponse({"error": str(error)}, 400)
-        name = ollama.model_name(asked.model or asked.name or "")
-        if name not in models:
-            return JSONResponse({"error": f"model {name!r} not found"}, 404)
-        fills_in = config.hf_config.family.attention == "full"
-        family = config.hf_config.model_type
-        return JSONResponse(
-            ollama.shown(family, config.max_model_len, fills_in=fills_in)
+    for path, (body_class, form_class) in ROUTES.items():
+        complete = with_cancellation(
+            load_aware_call(_completer(body_class, form_class))
         )
-
-    async def list_models(raw_request: Request) -> JSONResponse:
-        config, models = _served(raw_request)
-        created = int(time.time())
-        return JSONResponse(inception.models(models, config.max_model_len, created))
-
-    for kind in LISTS:
-        path = f"/v1/{kind}/completions/models"
-        app.add_api_route(path, list_models, methods=["GET"])
-    app.add_api_route("/props", show_props, methods=["GET"])
-    app.add_api_route("/api/version", show_version, methods=["GET"])
-    app.add_api_route("/api/tags", show_tags, methods=["GET"])
-    app.add_api_route(SHOW, show_model, methods=["POST"])
+        app.add_api_route(path, complete, methods=["POST"])
+    for path, describe in FACTS.items():
+        app.add_api_route(path, _teller(describe), methods=["GET"])
+    app.add_api_route(SHOW, _show_model, methods=["POST"])
+    app.add_api_route("/health", _show_health, methods=["GET"])
+    app.add_api_route("/", _greet, methods=["GET", "HEAD"])
 
 
-def _served(raw_request: Request) -> tuple[Any, list[str]]:
-    """The model's config, and the names that it is served by."""
-    models = raw_request.app.state.openai_serving_models
-    names = [each.name for each in models.base_model_paths]
-    return models.model_config, names
-
-
-def _handler(route: Route) -> Callable[..., Any]:
+def _completer(body_class: Any, form_class: type[Form]) -> Callable[..., Any]:
     async def complete(body: Body, raw_request: Request) -> Response:
-        form = route.form(None)
         try:
-            read = _parsed(body, route.body)
-            form = route.form(read)
-            return await _answered(read, form, raw_request)
+            read = _parsed(body, body_class)
+            answer = await _answer(read, raw_request.app.state)
+            form = form_class(read)
+            if read.stream:
+                events = _events(answer, form)
+                return StreamingResponse(events, media_type=form.media_type)
+            await answer.complete()
+            return JSONResponse(form.whole(answer))
         except Exception as error:
             status, message = _failure(error)
-            return JSONResponse(form.error(status, message), status)
+            return JSONResponse(form_class.error(status, message), status)
 
     return complete
 
@@ -168,27 +117,60 @@ def _failure(error: Exception) -> tuple[int, str]:
     return failure.code, failure.message
 
 
-async def _answered(body: Any, form: Form, raw_request: Request) -> Response:
-    state, request = raw_request.app.state, body.request()
+async def _answer(body: Any, state: Any) -> Answer:
+    request, request_id = body.request(), f"fim-{random_uuid()}"
     if isinstance(request, CursorRequest):
-        answer = await ask(request, state, f"fim-{random_uuid()}")
-    else:
-        model = body.model or state.openai_serving_models.model_name()
-        answer = Answer(f"fim-{random_uuid()}", model, known=request)
-    if body.stream:
-        return StreamingResponse(_events(answer, form), media_type=form.media_type)
-    limit = getattr(body, "t_max_predict_ms", None)
-    choices = await whole(answer, limit)
-    return JSONResponse(form.whole(answer, choices, int(time.time())))
+        return await ask(request, state, request_id)
+    model = body.model or state.openai_serving_models.model_name()
+    return Answer(request_id, model, known(request))
 
 
 async def _events(answer: Answer, form: Form) -> AsyncGenerator[str, None]:
     async with aclosing(answer.parts()) as parts:
         try:
             async for part in parts:
-                if event := form.event(answer, part):
-                    yield event
+                if (event := form.part(answer, part)) is not None:
+                    yield form.event(event)
         except HTTPException as error:
-            yield form.error_event(error.status_code, str(error.detail))
-            return
-    yield form.end(answer)
+            yield form.event(form.error(error.status_code, str(error.detail)))
+        else:
+            if (event := form.final(answer)) is not None:
+                yield form.event(event)
+    yield form.ending
+
+
+def _served(raw_request: Request) -> tuple[Any, list[str]]:
+    """The model's config, and the names that it is served by."""
+    models = raw_request.app.state.openai_serving_models
+    return models.model_config, [each.name for each in models.base_model_paths]
+
+
+def _teller(describe: Callable[[Any, list[str]], Any]) -> Callable[..., Any]:
+    async def tell(raw_request: Request) -> JSONResponse:
+        return JSONResponse(describe(*_served(raw_request)))
+
+    return tell
+
+
+async def _show_model(body: Body, raw_request: Request) -> JSONResponse:
+    config, names = _served(raw_request)
+    try:
+        asked = _parsed(body, ollama.ShowBody)
+    except InvalidRequestError as error:
+        return JSONResponse(ollama.OllamaForm.error(400, str(error)), 400)
+    name = ollama.model_name(asked.model or asked.name or "")
+    if name not in names:
+        message = f"model {name!r} not found"
+        return JSONResponse(ollama.OllamaForm.error(404, message), 404)
+    return JSONResponse(ollama.shown(config))
+
+
+async def _show_health(raw_request: Request) -> JSONResponse:
+    """vLLM's answer, with the body that clients of llama.cpp read."""
+    status = (await health(raw_request)).status_code
+    return JSONResponse({"status": "ok" if status == 200 else "error"}, status)
+
+
+async def _greet() -> PlainTextResponse:
+    """The words by which clients know a server of Ollama's routes."""
+    return PlainTextResponse("Ollama is running")

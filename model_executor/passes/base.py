@@ -88,7 +88,7 @@ class LayerPass:
         """The canvas positions of a plan's rows, ascending. They may
         depend on tokens.
         """
-        return np.arange(*plan.span)
+        return np.r_[: plan.num_anchored, slice(*plan.span)]
 
     def __call__(
         self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases

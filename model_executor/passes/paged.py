@@ -65,7 +65,8 @@ class OverwritePass(PagedPass):
     to the canvas as kept, as far as its plan reads."""
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
-        self.batch, tokens = batch, TokenTables(batch, pages)
+        reads = [plan.read for plan in batch.plans]
+        self.batch, tokens = batch, TokenTables(batch, pages, head_len=reads)
         # Where all that is read is computed, the pages would give back what was just
         # computed.
         rows = batch.split_rows(
@@ -106,7 +107,8 @@ class AddingPass(PagedPass):
         alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
         for i, plan in enumerate(batch.plans):
             if plan.state is RefreshState.UPDATE:
-                alike[plan.span, plan.window, plan.read, plan.adds].append(i)
+                work = plan.span, plan.window, plan.read, plan.num_anchored, plan.adds
+                alike[work].append(i)
         self.groups = list(alike.values())
         """Numbers of the UPDATE requests, those together that compute and
         add the same.
@@ -149,6 +151,16 @@ class AddingPass(PagedPass):
         """Numbers in the batch of a request's ``own`` rows."""
         return self.batch.bounds[index] + own
 
+    def _keep_anchors(self, row_slots: torch.Tensor) -> None:
+        """Set the slots of rows that requests compute of the beginning they read."""
+        batch = self.batch
+        numbers = np.repeat([plan.num_anchored for plan in batch.plans], batch.sizes)
+        anchors = np.flatnonzero(batch.host_positions < numbers)
+        if anchors.size:
+            rows = on_device(anchors, batch.device)
+            places = ALL_LAYERS, batch.requests[rows], batch.positions[rows]
+            row_slots.index_copy_(1, rows, self.reading.token_slots(*places))
+
     def added(self, index: int) -> slice | None:
         """The tokens that a request adds to pages, among those of ``updating``; None
         for one that adds none.
@@ -176,6 +188,7 @@ class RetentionPass(AddingPass):
             self.row_slots = self.slots.new_full(shape, -1).index_copy_(
                 1, self.named_rows, self.slots
             )
+            self._keep_anchors(self.row_slots)
 
     def record(self, index: int, results: Results) -> dict[str, Any]:
         added = self.added(index)
@@ -199,7 +212,11 @@ class WholePass(DensePass):
 
 
 def _named_rows(plan: StepPlan) -> np.ndarray:
+    """Those of positions that are in pages alone are negative."""
     spans = [span for retention in plan.adds for span in retention.spans]
-    return ranges(
-        [span.start - plan.span.start for span in spans], [span.size for span in spans]
-    )[1]
+    positions = ranges([span.start for span in spans], [span.size for span in spans])[1]
+    rows = positions - plan.span.start
+    rows[rows >= 0] += plan.num_anchored
+    anchors = positions < plan.num_anchored
+    rows[anchors] = positions[anchors]
+    return rows

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from dllm_engine.editors.merging import merged
+from dllm_engine.editors.routes import FACTS, OWN_BODIES
 from tests.editors.test_completions import MARKED, PREFIX, SUFFIX, WANTED
 from tests.support.engines import assert_nothing_left
 from tests.support.http_app import chunks_of, served
@@ -43,12 +44,14 @@ def test_mistral_and_inception(client, length):
     ):
         assert "".join(text) == WANTED
     assert choices[-1]["finish_reason"] == "stop"
+    assert chunks[-1]["usage"] == answer["usage"]
 
 
 def test_llama_vim_and_vscode(client, demo):
     probe = client.get("/props").json()
     n_ctx = probe["default_generation_settings"]["n_ctx"]
     assert n_ctx == demo.model_config.max_model_len
+    assert client.get("/health").json() == {"status": "ok"}
     extra = [{"filename": "b.py", "text": "x = 1\n", "time": 1}]
     more = {
         "input_extra": extra,
@@ -66,10 +69,13 @@ def test_llama_vim_and_vscode(client, demo):
     several = client.post("/infill", json=INFILL | {"n_cmpl": 3}).json()
     assert len({each["content"] for each in several}) == 3
     assert several[0]["content"] == WANTED
+    assert several[0]["tokens_predicted"] == 4
     at_end = INFILL | {"input_suffix": "\n", "n_cmpl": 3}
     assert len(client.post("/infill", json=at_end).json()) == 1
     kept = client.post("/infill", json=INFILL | {"response_fields": ["content", ""]})
     assert kept.json() == {"content": WANTED}
+    far = INFILL | {"input_prefix": "Copy: Rome. " * 2000, "prompt": PREFIX}
+    assert client.post("/infill", json=far).json()["truncated"]
     warm = client.post("/infill", json=INFILL | {"n_predict": 0})
     assert warm.json()["content"] == ""
 
@@ -81,6 +87,9 @@ def test_streams_of_llama_cpp(client, path):
     assert "".join(part["content"] for part in parts) == WANTED
     assert {part["stop"] for part in parts} == {False}
     assert (last["stop"], last["tokens_predicted"]) == (True, 4)
+    empty = BODIES[path] | {"stream": True, "n_predict": 1}
+    *_, last = events_of(client.post(path, json=empty))
+    assert (last["tokens_predicted"], last["tokens_evaluated"]) == (0, 32)
 
 
 def test_ollama(client):
@@ -102,6 +111,7 @@ def test_ollama(client):
     (model,) = client.get("/api/tags").json()["models"]
     assert model["name"] == "demo"
     assert client.get("/api/version").json()["version"] >= "0.6.4"
+    assert client.get("/").text == "Ollama is running"
 
 
 EDITED = " Tom=48, Ida=07, Max=31"
@@ -197,9 +207,13 @@ def test_what_cannot_be_answered_is_told(client, demo, path, change, status):
     assert_nothing_left(demo)
 
 
-@pytest.mark.parametrize("path", BODIES)
-def test_the_api_key_is_asked_for(demo, path):
+def test_the_api_key_is_asked_for(demo):
     client = served(demo, "--served-model-name", "demo", "--api-key", "secret")
-    assert client.post(path, json=BODIES[path]).status_code == 401
     key = {"Authorization": "Bearer secret"}
-    assert client.post(path, json=BODIES[path], headers=key).status_code == 200
+    for path in OWN_BODIES:
+        body = BODIES.get(path, {"model": "demo"})
+        assert client.post(path, json=body).status_code == 401
+        assert client.post(path, json=body, headers=key).status_code != 401
+    for path in FACTS:
+        assert client.get(path).status_code == 401
+        assert client.get(path, headers=key).status_code == 200

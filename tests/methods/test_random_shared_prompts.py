@@ -68,6 +68,8 @@ class Admitted:
     """How often prefixes were forgotten before."""
     found: list[tuple[str, int]]
     """Sequence that kept each page that it found, and the number there."""
+    num_read: int
+    """Tokens that it did not compute."""
     num_passes: int = 0
 
 
@@ -151,20 +153,27 @@ def admitted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Admitte
     def record(llm: LLM, sent: dict[str, Asked]) -> dict[str, Admitted]:
         tables = scheduler_of(llm).tables
         reserve, give_back = tables.pages.reserve, tables.give_back
+        find, last_found = tables.pages.find, []
         add_keys, forget = tables.pages.add_keys, tables.pages.forget_keys
         sequences: dict[str, Admitted] = {}
         writers: dict[int, tuple[str, int]] = {}
         """Of pages of the first layer that can be found."""
         epoch = 0
 
-        def reserved(request_id: str, num_pages: int, found: Any = ()) -> None:
-            reserve(request_id, num_pages, found)
+        def found(keys: Any, num_tables: int) -> Any:
+            tables_found = find(keys, num_tables)
+            last_found[:] = tables_found[0] if tables_found else []
+            return tables_found
+
+        def reserved(request_id: str, *settings: Any) -> None:
+            reserve(request_id, *settings)
             state = scheduler_of(llm).states[request_id]
             name = request_id.rsplit("-", 1)[0]
             number, _, parent = name.rpartition("_")
-            pages = [writers[page.block_id] for page in found[0]] if found else []
+            pages = [writers[page.block_id] for page in last_found]
             sequences[request_id] = Admitted(
-                sent[parent], int(number or 0), epoch, pages
+                *(sent[parent], int(number or 0), epoch, pages),
+                state.progress.num_read,
             )
             assert state.request.prompt_token_ids == sent[parent].prompt
 
@@ -196,6 +205,7 @@ def admitted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Admitte
             return blocks
 
         monkeypatch.setattr(tables.pages._blocks, "get_new_blocks", allocated)
+        monkeypatch.setattr(tables.pages, "find", found)
         monkeypatch.setattr(tables.pages, "reserve", reserved)
         monkeypatch.setattr(tables.pages, "add_keys", added)
         monkeypatch.setattr(tables.pages, "forget_keys", forgot)
@@ -217,6 +227,7 @@ def test_random_requests_share_prompts(engines, reference_checkpoints, admitted,
     method, options = ENGINES[seed % len(ENGINES)]
     checkpoint = reference_checkpoints / draw.choice(("llada-tiny-a", "dream-tiny-a"))
     model = PlainModel(checkpoint)
+    anchor_tokens = draw.choice([0, 5, PAGE_SIZE])
     llm = engines(
         checkpoint,
         cache_method=method,
@@ -227,6 +238,7 @@ def test_random_requests_share_prompts(engines, reference_checkpoints, admitted,
         max_num_batched_tokens=draw.choice([256, 2048]),
         steps_per_dispatch=draw.choice([1, 4]),
         share_prompts=True,
+        anchor_tokens=anchor_tokens,
     )
     assert llm.reset_prefix_cache()
     client, poison = Client(llm, draw, draw_requests(draw, model)), Poison(llm)
@@ -249,6 +261,7 @@ def test_random_requests_share_prompts(engines, reference_checkpoints, admitted,
         request = sequence.request
         shared = SharedPrompts(
             PAGE_SIZE,
+            anchor_tokens,
             keeps_responses=method != "none",
             update_step=options.get("update_delay", 1) if method == "sparse" else 0,
             num_passes=sequence.num_passes,
@@ -269,7 +282,7 @@ def test_random_requests_share_prompts(engines, reference_checkpoints, admitted,
             uniform=tokens if "temperature" in request.asked else None,
             shared=shared,
         )
-        assert run.num_found == len(sequence.found) * PAGE_SIZE
+        assert run.num_found == sequence.num_read
         shared.end(run)
         kept[name] = shared.pages
         num_certain = run.length if run.closest > COIN_TOSS else run.buffer.num_sharable
@@ -278,6 +291,6 @@ def test_random_requests_share_prompts(engines, reference_checkpoints, admitted,
             answer = request.tokens.get(sequence.number, [])
             assert answer == run.tokens[: len(answer) if request.is_aborted else None]
             num_compared += 1
-            num_found += bool(sequence.found)
+            num_found += bool(sequence.num_read)
     assert num_compared >= NUM_REQUESTS // 2
     assert num_found >= NUM_REQUESTS // 4

@@ -59,9 +59,10 @@ def chats(seed: int) -> list[tuple[list[int], dict[str, Any]]]:
     ]
 
 
+@pytest.mark.parametrize("anchor_tokens", [0, PAGE_SIZE])
 @pytest.mark.parametrize(("method", "options"), ENGINES)
 def test_tokens_are_those_of_the_plain_version(
-    engines, reference_checkpoints, name, method, options
+    engines, reference_checkpoints, name, method, options, anchor_tokens
 ):
     """One after the other, each answered a second time as the next turn of its chat;
     then all at once.
@@ -75,6 +76,7 @@ def test_tokens_are_those_of_the_plain_version(
         kv_cache_memory_bytes=16 << 20,
         max_model_len=128,
         share_prompts=True,
+        anchor_tokens=anchor_tokens,
     )
 
     def plain_cache() -> SharedPrompts:
@@ -82,6 +84,7 @@ def test_tokens_are_those_of_the_plain_version(
         assert llm.reset_prefix_cache()
         return SharedPrompts(
             PAGE_SIZE,
+            anchor_tokens,
             keeps_responses=method != "none",
             update_step=options.get("update_delay", 1) if method == "sparse" else 0,
         )
@@ -177,6 +180,12 @@ def test_questions_about_one_text_compute_it_once(engines, tiny_llada):
 def test_what_does_not_go_with_it_is_refused_by_name(settings, named):
     options = EngineOptions(share_prompts=True, **settings)
     with pytest.raises(ValueError, match="^share_prompts=True is not .* " + named):
+        options.with_paper_settings("model", LLADA)
+
+
+def test_anchors_need_shared_prompts():
+    options = EngineOptions(cache_method="dual", anchor_tokens=16)
+    with pytest.raises(ValueError, match=r"^anchor_tokens=16 needs share_prompts=True"):
         options.with_paper_settings("model", LLADA)
 
 

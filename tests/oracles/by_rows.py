@@ -63,12 +63,13 @@ class Refreshes:
 
 
 def plain_none(run: Decoding) -> None:
+    buffer = Buffer.of(run)
     for _ in run.passes():
         seen = run.seen
         if run.by_blocks:
             logits = run.model.logits(run.canvas[: len(seen)], run.block_length)
         else:
-            logits = Buffer.of(run).forward(seen, seen)
+            logits = buffer.forward(seen, seen)
         run.fill(logits, seen)
 
 

@@ -2,7 +2,9 @@
 
 The keys and values of a prompt's whole pages are those of the first request that
 computed them, in its first pass. Every later pass, also of that request, reads them and
-computes the rest. When a request has ended, the pages of its response are kept as the
+computes the rest. The first pass of a request also computes the first and the last
+``anchor_tokens`` that it finds, rounded up to whole pages, for itself alone; later
+passes read these. When a request has ended, the pages of its response are kept as the
 pass left them with which its last window began.
 """
 
@@ -21,6 +23,7 @@ class SharedPrompts:
     """Pages of an engine that shares prompts, by all tokens up to their ends."""
 
     page_size: int
+    anchor_tokens: int = 0
     keeps_responses: bool = True
     update_step: int = 0
     """Step of a window in which it is kept what lies before."""
@@ -67,21 +70,23 @@ class SharedBuffer(Buffer):
         self.shared, size = shared, shared.page_size
         most = len(run.prompt) - run.model.is_dream
         self.num_sharable = most // size * size
-        self.num_shared = shared.find(run.prompt, self.num_sharable)
+        anchors = -(-shared.anchor_tokens // size) * size
+        found = shared.find(run.prompt, self.num_sharable)
+        self.shared_rows = range(anchors, max(found - anchors, anchors))
+        """Rows that passes leave out."""
         self.in_order = self.k[:, :0], self.v[:, :0]
         """What lies before the window, when it was last kept."""
-        for end in range(size, self.num_shared + 1, size):
-            page = slice(end - size, end)
-            self.k[:, page], self.v[:, page] = shared.pages[tuple(run.prompt[:end])]
-        if not run.order:
-            run.num_found = self.num_shared
+        for start in self.shared_rows[::size]:
+            page, text = slice(start, start + size), run.prompt[: start + size]
+            self.k[:, page], self.v[:, page] = shared.pages[tuple(text)]
+        run.num_found = len(self.shared_rows)
         run.buffer = self
 
     def forward(self, rows: Sequence[int], *read: Sequence[int]) -> torch.Tensor:
-        rows = [position for position in rows if position >= self.num_shared]
+        rows = [position for position in rows if position not in self.shared_rows]
         logits = super().forward(rows, *read)
         self.shared.keep(self, self.run.prompt, self.num_sharable)
-        self.num_shared = self.num_sharable
+        self.shared_rows = range(self.num_sharable)
         is_aborted = len(self.run.order) >= self.shared.num_passes
         if self.run.step == self.shared.update_step and not is_aborted:
             before = slice(self.run.window[0])

@@ -79,6 +79,9 @@ class EngineInProcess:
     def check_admission(self, *args: Any, **kwargs: Any) -> None:
         """There is no queue."""
 
+    async def check_health(self) -> None:
+        """It is well."""
+
     async def get_supported_tasks(self) -> tuple[str, ...]:
         return ("generate",)
 

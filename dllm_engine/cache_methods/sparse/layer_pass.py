@@ -108,7 +108,10 @@ class SparsePass(AddingPass):
                 )
                 first_row += len(named)
             self.windows += [
-                on_device(np.arange(*plan.window) - plan.span.start, batch.device)
+                on_device(
+                    np.arange(*plan.window) - plan.span.start + plan.num_anchored,
+                    batch.device,
+                )
             ] * len(members)
 
     def graph_parts(self) -> GraphParts | None:
@@ -185,8 +188,9 @@ class SparsePass(AddingPass):
         """Positions before the rows of a request are shared candidates."""
         rows = super().batch_rows(index, own)
         if index in self.shared.firsts:
-            start = self.batch.plans[index].span.start
-            shared = self.shared.firsts[index] + own + start
+            plan = self.batch.plans[index]
+            number = own + plan.span.start - plan.num_anchored
+            shared = self.shared.firsts[index] + number
             rows = np.where(own < 0, shared, rows)
         return rows
 
@@ -207,7 +211,9 @@ class SparsePass(AddingPass):
         in_order = (positions >= starts) & (positions < stops)
         kept = on_device(np.where(in_order, positions, -1), batch.device)
         slots = self.reading.token_slots(ALL_LAYERS, batch.requests, kept.clamp(min=0))
-        return slots.masked_fill_(kept[:, None] < 0, -1)
+        slots.masked_fill_(kept[:, None] < 0, -1)
+        self._keep_anchors(slots)
+        return slots
 
     def _with_shared(
         self, layer: int, k: torch.Tensor, v: torch.Tensor
@@ -317,11 +323,11 @@ class SharedCandidates:
     @classmethod
     def of(cls, batch: StepBatch) -> "SharedCandidates":
         sizes = {
-            i: plan.read
+            i: plan.read - plan.num_anchored
             for i, plan in enumerate(batch.plans)
             if plan.own is not None and plan.adds and plan.read
         }
-        starts = [0] * len(sizes)
+        starts = [batch.plans[i].num_anchored for i in sizes]
         owners, positions = ranges(starts, [*sizes.values()])
         requests = np.array([*sizes], dtype=np.int64)[owners]
         bounds = accumulate(sizes.values(), initial=batch.bounds[-1])

@@ -70,7 +70,8 @@ def extend_app(
 
     # The first would stop an engine without experts. vLLM answers decisions for some
     # models, of which ours are none, and its list of models for OpenAI's clients only.
-    routes, replaced = app.router.routes, ("/scale_elastic_ep", *decisions.ROUTES)
+    routes = app.router.routes
+    replaced = ("/scale_elastic_ep", *decisions.ROUTES, *editors.REPLACED)
     routes[:] = [
         route for route in routes if getattr(route, "path", "") not in replaced
     ]
