@@ -50,7 +50,9 @@ def resolve_decision(
         )
     facts = own.facts()
     named = {
-        name: value for name, value in own.given.items() if not facts[name].in_decisions
+        name: value
+        for name, value in own.given.items()
+        if not facts[name].in_decisions and value != facts[name].off
     }
     for name, unused in _UNUSED.items():
         value = getattr(request.params, name)
