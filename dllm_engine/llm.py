@@ -28,6 +28,7 @@ from dllm_engine.decisions.requests import (
 )
 from dllm_engine.demo import model_path
 from dllm_engine.evaluation.likelihood import Canvas, no_likelihoods, probe_of
+from dllm_engine.infill.edges import Opened, chosen_openings, openings, stops_of
 from dllm_engine.infill.template import (
     Piece,
     Template,
@@ -202,21 +203,28 @@ class LLM(vllm.LLM):
         params = _diffusion_params(params)
         tokenizer, max_model_len = self._tokenizer, self.model_config.max_model_len
         read = [tokenized(template, tokenizer, max_model_len) for template in templates]
-        ranked = self._ranked_lengths(prompts, read, params.n)
+        found = self._opened(prompts, read, params)
+        ranked = self._ranked_lengths(found, params.n)
         tried = [
             (number, lengths)
-            for number, template in enumerate(read)
-            for lengths in template.choices(ranked[number], params.n)
+            for number, each in enumerate(found)
+            for lengths in each.template.choices(ranked[number], params.n)
         ]
         requests = []
         for number, lengths in tried:
             request = params.clone()
             if len(ranked[number]) == 1:  # the responses differ by their lengths
                 request.n = 1
-            request.response_template = read[number].filled(lengths)
+            template = found[number].template.filled(lengths)
+            request.response_template = template
             request.return_given = False
+            found[number].edges.put(request, template)
             requests.append(request)
-        outputs = self._filled([prompts[number] for number, _ in tried], requests)
+        asked = [
+            {"prompt_token_ids": each.prompt, "prompt": prompt} if each.cuts else prompt
+            for prompt, each in zip(prompts, found, strict=True)
+        ]
+        outputs = self._filled([asked[number] for number, _ in tried], requests)
         merged: dict[int, vllm.RequestOutput] = {}
         for (number, lengths), request, output in zip(
             tried, requests, outputs, strict=True
@@ -230,8 +238,12 @@ class LLM(vllm.LLM):
                         with_given=False,
                     )
                 )
-                sizes = read[number].hole_sizes(lengths)
-                completion.holes = [next(texts) if size else "" for size in sizes]
+                edges = found[number].edges
+                completion.text = edges.inside(completion.text)
+                sizes = found[number].template.hole_sizes(lengths)
+                completion.holes = [
+                    edges.inside(next(texts)) if size else "" for size in sizes
+                ]
                 holes = iter(completion.holes)
                 completion.joined = "".join(
                     piece if isinstance(piece, str) else next(holes)
@@ -244,26 +256,42 @@ class LLM(vllm.LLM):
                     first.outputs.append(completion)
         return [merged[number] for number in range(len(prompts))]
 
+    def _opened(
+        self, prompts: Sequence[Any], templates: Sequence[Template], params: Any
+    ) -> list[Opened]:
+        """Templates whose hole takes in parts of words beside it, with the tokens of
+        their prompts, if a length is open. A chat ends with no part of a word.
+        """
+        if not any(template.open_holes for template in templates):
+            return [Opened([], template) for template in templates]
+        are_chats = _are_chats(prompts)
+        render = self._preprocess_chat if are_chats else self._preprocess_cmpl
+        stops = stops_of(lambda name: getattr(params, name, None))
+        ways = []
+        for rendered, template in zip(render(prompts), templates, strict=True):
+            tokens = list(rendered["prompt_token_ids"])
+            ways.append(
+                openings(tokens, template, self._tokenizer, stops, in_chat=are_chats)
+            )
+        return result_of(self, chosen_openings(ways))
+
     def _ranked_lengths(
-        self, prompts: Sequence[Any], templates: Sequence[Template], count: int
+        self, found: Sequence[Opened], count: int
     ) -> list[list[list[int]]]:
         """By prompt and open hole of its template, at least ``count`` lengths, the best
         first.
         """
-        is_open = [template.open_holes > 0 for template in templates]
-        if not any(is_open):
-            return [[] for _ in templates]
-        render = self._preprocess_chat if _are_chats(prompts) else self._preprocess_cmpl
         limit = self.model_config.max_model_len
         mask = self.model_config.hf_config.mask_token_id
         holes = []
-        for rendered, template in zip(render(prompts), templates, strict=True):
-            if template.open_holes:
-                tokens = list(rendered["prompt_token_ids"])
-                budget = template.budget(DEFAULT_BUDGET, len(tokens), limit)
-                holes += template.holes(tokens, budget, mask)
+        for each in found:
+            if each.template.open_holes:
+                sizes = each.sizes(len(each.prompt), DEFAULT_BUDGET, limit)
+                holes += each.template.holes(each.prompt, sizes, mask)
+        if not holes:
+            return [[] for _ in found]
         remaining = iter(result_of(self, ranked_lengths(holes, count)))
-        return [[*islice(remaining, template.open_holes)] for template in templates]
+        return [[*islice(remaining, each.template.open_holes)] for each in found]
 
     def _filled(
         self, prompts: list[Any], requests: list[DiffusionParams]

@@ -214,7 +214,12 @@ class BatchCandidates:
     def biased(self) -> list[BiasedRows]:
         """Numbers that requests add to the logits of their candidates."""
         return [
-            BiasedRows((self.requests == i) & (self.positions < bias.stop), bias)
+            BiasedRows(
+                (self.requests == i)
+                & (self.positions >= bias.start)
+                & (self.positions < bias.stop),
+                bias,
+            )
             for i in self.members
             for bias in self.batch.canvases[i].spec.token_biases
         ]

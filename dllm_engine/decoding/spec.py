@@ -98,16 +98,25 @@ class Guidance:
 @dataclass(frozen=True)
 class TokenBias:
     """A number for each of some tokens, added to their logits at the canvas positions
-    before ``stop``.
+    ``start`` … ``stop``.
     """
 
     stop: int
     values: tuple[tuple[int, float], ...]
     """Token and number, of each token once. −∞: the token is not chosen."""
+    start: int = 0
+    others: float = 0.0
+    """The number of all other tokens."""
 
     @classmethod
     def barring(cls, tokens: Iterable[int], stop: int) -> "TokenBias":
         return cls(stop, tuple((token, -math.inf) for token in sorted(tokens)))
+
+    @classmethod
+    def only(cls, tokens: Iterable[int], position: int) -> "TokenBias":
+        """Choose one of these at a position."""
+        values = tuple((token, 0.0) for token in tokens)
+        return cls(position + 1, values, position, -math.inf)
 
     @cached_property
     def columns(self) -> tuple[np.ndarray, np.ndarray]:

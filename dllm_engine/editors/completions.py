@@ -11,6 +11,7 @@ from vllm.utils.async_utils import make_async
 
 from dllm_engine.editors.markers import Around, read_markers
 from dllm_engine.families import every_end_token
+from dllm_engine.infill.edges import stops_of
 from dllm_engine.infill.http import Filling
 from dllm_engine.infill.template import Template
 from dllm_engine.lengths.holes import DEFAULT_BUDGET, LARGEST_BUDGET
@@ -81,7 +82,10 @@ async def settle_completion(
     template = Template((None, texts.suffix))
     num_choices = fields.get("n") or 1
     options = {"return_given": False}
-    asked.filling = Filling(template, budget, num_choices, options)
+    stops = stops_of({**fields, "stop": asked.stops or fields.get("stop")}.get)
+    asked.filling = Filling(
+        template, budget, num_choices, options, stops, in_chat=False
+    )
     prompts = [each for each in texts.prefixes for _ in range(num_choices)]
     return {**kept, "n": 1, "prompt": prompts, "max_tokens": 1}
 

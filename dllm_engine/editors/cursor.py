@@ -185,13 +185,14 @@ async def ask(request: CursorRequest, state: Any, request_id: str) -> Answer:
     serving, asked = state.openai_serving_completion, open_request.get()
     assert asked is not None, "Answers is in front"
     fields = request.fields(serving)
+    asked.stops = list(request.stops)
     settled = await settled_fields(fields, COMPLETIONS, state, asked)
     usage = {"include_usage": True, "continuous_usage_stats": True}
     body = CompletionRequest.model_validate(
         settled | {"stream": True, "stream_options": usage, "request_id": request_id}
     )
     # vLLM's class takes fewer than editors send.
-    body.stop = list(request.stops)
+    body.stop = asked.stops
     events = await serving.create_completion(body)
     if isinstance(events, ErrorResponse):
         raise HTTPException(events.error.code, events.error.message)

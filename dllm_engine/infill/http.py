@@ -6,10 +6,17 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.sampling_params import SamplingParams
 
+from dllm_engine.infill.edges import (
+    Opened,
+    chosen_openings,
+    openings,
+    stops_of,
+    without_edges,
+)
 from dllm_engine.infill.template import (
     Piece,
     Template,
@@ -48,45 +55,75 @@ class Filling:
     num_choices: int
     options: dict[str, Any]
     """Request options of the template."""
-    rankings: dict[int, "asyncio.Task[list[list[int]]]"] = field(default_factory=dict)
+    stops: list[str] | None
+    """As ``stops_of``."""
+    in_chat: bool
+    rankings: dict[int, "asyncio.Task[Ranked]"] = field(default_factory=dict)
+
+    def at(self, place: int) -> "HoleLengths":
+        """The choice for the prompt at a place of the request."""
+        return HoleLengths(self, *divmod(place, self.num_choices))
+
+
+class Ranked(NamedTuple):
+    """A template, and the lengths of each open hole, the best first."""
+
+    opened: Opened
+    sizes: range
+    """Those that may be chosen."""
+    lengths: list[list[int]]
+
+
+class HoleLengths(NamedTuple):
+    """The choice of the lengths of one prompt's holes."""
+
+    filling: Filling
+    group: int
+    rank: int
 
     def begin(self, engine: Any, prompt: Sequence[int], params: SamplingParams) -> None:
-        self._fill(params, [1] * self.template.open_holes)
+        template = self.filling.template
+        self._fill(params, template.filled([1] * template.open_holes))
 
     async def settle(
-        self, engine: Any, prompt: Sequence[int], place: int, params: SamplingParams
+        self, engine: Any, prompt: Sequence[int], params: SamplingParams
     ) -> Settled:
-        group, rank = divmod(place, self.num_choices)
-        if group not in self.rankings:
+        rankings = self.filling.rankings
+        if self.group not in rankings:
             ranking = self._ranked(engine, prompt)
-            self.rankings[group] = asyncio.ensure_future(ranking)
-        ranked = await asyncio.shield(self.rankings[group])
-        lengths = [each[min(rank, len(each) - 1)] for each in ranked]
-        template = self._fill(params, lengths)
-        max_model_len = engine.vllm_config.model_config.max_model_len
+            rankings[self.group] = asyncio.ensure_future(ranking)
+        opened, sizes, ranked = await asyncio.shield(rankings[self.group])
+        lengths = [each[min(self.rank, len(each) - 1)] for each in ranked]
+        template = opened.template.filled(lengths)
+        self._fill(params, template)
+        opened.edges.put(params, template)
         return Settled(
+            opened.prompt,
             is_empty=None not in template,
-            is_cut=max(lengths) == self.budget_of(len(prompt), max_model_len),
+            is_cut=max(lengths) == sizes[-1],
         )
 
-    def _fill(self, params: SamplingParams, lengths: Sequence[int]) -> list[int | None]:
-        """Put the template with these lengths into a request's parameters."""
-        template = self.template.filled(lengths)
-        own = {**self.options, "response_template": template}
+    def _fill(self, params: SamplingParams, template: list[int | None]) -> None:
+        own = {**self.filling.options, "response_template": template}
         params.extra_args = {**(params.extra_args or {}), **own}
         params.max_tokens = len(template)
-        return template
 
-    async def _ranked(self, engine: Any, prompt: Sequence[int]) -> list[list[int]]:
-        config = engine.vllm_config.model_config
-        budget = self.budget_of(len(prompt), config.max_model_len)
+    async def _ranked(self, engine: Any, prompt: Sequence[int]) -> Ranked:
+        filling, config = self.filling, engine.vllm_config.model_config
+        passes = passes_of(engine)
+        ways = openings(
+            list(prompt),
+            filling.template,
+            engine.input_processor.tokenizer,
+            filling.stops,
+            in_chat=filling.in_chat,
+        )
+        (opened,) = await passes.result(chosen_openings([ways]))
+        sizes = opened.sizes(len(opened.prompt), filling.budget, config.max_model_len)
         mask = config.hf_config.mask_token_id
-        holes = self.template.holes(prompt, budget, mask)
-        return await passes_of(engine).result(ranked_lengths(holes, self.num_choices))
-
-    def budget_of(self, prompt_length: int, max_model_len: int) -> int:
-        """Most tokens of each open hole."""
-        return self.template.budget(self.budget, prompt_length, max_model_len)
+        holes = opened.template.holes(opened.prompt, sizes, mask)
+        ranking = ranked_lengths(holes, filling.num_choices)
+        return Ranked(opened, sizes, await passes.result(ranking))
 
 
 async def settle_template(request: Any, serving: Any, asked: Any) -> None:
@@ -152,7 +189,9 @@ def _settle_filling(
     else:
         num_choices = 1
     budget = min(budget, LARGEST_BUDGET)
-    asked.filling = Filling(template, budget, num_choices, options)
+    stops = stops_of(lambda name: getattr(request, name, None))
+    # What a template gives comes back, and the prompt does not.
+    asked.filling = Filling(template, budget, num_choices, options, stops, in_chat=True)
     set_length(request, 1)  # of which vLLM takes the prompt to leave room for
 
 
@@ -166,14 +205,9 @@ def template_fields(
     template = given.response_template
     if template is None or tokenizer is None:
         return {}
-    return {
-        "holes": filled_in(
-            completion.token_ids,
-            template,
-            tokenizer,
-            with_given=given.return_given is not False,
-        )
-    }
+    with_given = given.return_given is not False
+    holes = filled_in(completion.token_ids, template, tokenizer, with_given=with_given)
+    return {"holes": [without_edges(hole, options) for hole in holes]}
 
 
 def set_length(request: Any, length: int) -> None:

@@ -80,9 +80,9 @@ class Template:
         ]
 
     def holes(
-        self, prompt: Sequence[int], budget: int, mask_token_id: int
+        self, prompt: Sequence[int], sizes: range, mask_token_id: int
     ) -> list[Hole]:
-        """The open holes, each of at most ``budget`` tokens unless it names its sizes.
+        """The open holes, each of one of ``sizes`` unless it names its own.
 
         Raises ``InvalidRequestError`` for one with nothing given behind it.
         """
@@ -102,8 +102,8 @@ class Template:
                     "nothing is given behind the last hole, so that its length cannot "
                     "be chosen; give its number of tokens"
                 )
-            sizes = range(budget + 1) if part is None else sorted(set(part))
-            holes.append(Hole([*prompt, *before], behind, sizes))
+            own_sizes = sizes if part is None else sorted(set(part))
+            holes.append(Hole([*prompt, *before], behind, own_sizes))
         return holes
 
     def filled(self, lengths: Sequence[int]) -> list[int | None]:

@@ -30,6 +30,8 @@ from dllm_engine.structured_output.requests import constrained
 class Settled(NamedTuple):
     """What is known of a response with its length."""
 
+    prompt: Sequence[int]
+    """The prompt, of which the response may have taken the end."""
     is_empty: bool = False
     """Nothing is left to write."""
     is_cut: bool = True
@@ -43,9 +45,9 @@ class LengthChoice(Protocol):
         """Put a short length into parameters, to check them."""
 
     async def settle(
-        self, engine: Any, prompt: Sequence[int], place: int, params: SamplingParams
+        self, engine: Any, prompt: Sequence[int], params: SamplingParams
     ) -> Settled:
-        """Put the length for the prompt at a place of the request into parameters."""
+        """Put the chosen length into parameters."""
 
 
 class AutoLength:
@@ -62,12 +64,12 @@ class AutoLength:
         set_length(params, ChosenLength(self.response(engine, prompt).first))
 
     async def settle(
-        self, engine: Any, prompt: Sequence[int], place: int, params: SamplingParams
+        self, engine: Any, prompt: Sequence[int], params: SamplingParams
     ) -> Settled:
         passes = chosen_lengths([self.response(engine, prompt)])
         (chosen,) = await passes_of(engine).result(passes)
         set_length(params, chosen)
-        return Settled()
+        return Settled(prompt)
 
 
 def has_open_length(params: Any, vllm_config: Any) -> bool:

@@ -27,6 +27,7 @@ from dllm_engine.request_options.sampling import resolve_sampling
 from dllm_engine.request_options.sampling_params import (
     CONSTRAINT,
     DECISION,
+    HOLE_EDGES,
     REASONING,
     bytes_in,
     request_options,
@@ -71,7 +72,9 @@ def resolve_decoding(
         layout,
         schedule=resolve_schedule(request, own, options, layout, unmasking),
         unmasking=unmasking,
-        sampling=resolve_sampling(request, options, layout),
+        sampling=resolve_sampling(
+            request, options, layout, bytes_in(params, HOLE_EDGES)
+        ),
         ends=resolve_ends(request, own, options, layout),
         text=TextPattern(
             constraint=bytes_in(params, CONSTRAINT),

@@ -2,7 +2,9 @@
 these.
 """
 
+import json
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from pydantic import Field
@@ -40,7 +42,9 @@ def resolve_sampling(
     request: RequestContext,
     options: SamplingOptions,
     layout: CanvasLayout,
+    edges: bytes | None,
 ) -> Sampling:
+    """``edges``: what the hole of a request may begin and end with."""
     params = request.params
     top_p = params.top_p if options.top_p is None else options.top_p
     top_k = max(params.top_k if options.top_k is None else options.top_k, 0)
@@ -55,8 +59,16 @@ def resolve_sampling(
         params.temperature,
         top_p,
         top_k,
-        token_biases=tuple(each for each in (barred, bias) if each.values),
+        token_biases=(
+            *(each for each in (barred, bias) if each.values),
+            *_edge_biases(edges, layout),
+        ),
     )
+
+
+def _edge_biases(edges: bytes | None, layout: CanvasLayout) -> Iterator[TokenBias]:
+    for place, tokens in json.loads(edges)["allowed"] if edges else ():
+        yield TokenBias.only(tokens, layout.prompt_length + place)
 
 
 def check_num_responses(n: int, temperature: float) -> None:

@@ -32,10 +32,12 @@ REASONING = "reasoning"
 DECISION = "decision"
 SOURCE = "source"
 LENGTH_FIGURES = "length_figures"
+HOLE_EDGES = "hole_edges"
+_CARRIED = (CONSTRAINT, REASONING, DECISION, SOURCE, LENGTH_FIGURES, HOLE_EDGES)
 """Keys of a request's ``extra_args`` for the automaton of ``structured_outputs``, for
 that of the text before it, for the fields of a decision, for the HTTP request that it
-is part of, and for what the choice of its length took. Their values are bytes, which
-clients cannot send."""
+is part of, for what the choice of its length took, and for what its hole begins and
+ends with. Their values are bytes, which clients cannot send."""
 
 _TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
 """Fields of requests that vLLM's server puts into ``extra_args``, also where they are
@@ -48,11 +50,7 @@ def request_options(params: "SamplingParams") -> RequestOptions:
     what is wrong with which.
     """
     given = params.extra_args or {}
-    carried = {
-        name
-        for name in (CONSTRAINT, REASONING, DECISION, SOURCE, LENGTH_FIGURES)
-        if bytes_in(params, name) is not None
-    }
+    carried = {name for name in _CARRIED if bytes_in(params, name) is not None}
     carried |= {name for name in _TRANSFERS if given.get(name) == {}}
     return parse_request_options(
         {name: x for name, x in given.items() if name not in carried}

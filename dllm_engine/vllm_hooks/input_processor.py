@@ -7,12 +7,13 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from dllm_engine.admission import admitted
 from dllm_engine.decoding.unmasking_policies import MOST_TOKENS
+from dllm_engine.infill.edges import TextWithin
 from dllm_engine.infill.template import nothing
 from dllm_engine.lengths.requests import (
     AutoLength,
@@ -151,7 +152,6 @@ def generate_if_valid(
         sampling_params.extra_args = {**extra_args, **asked.carried}
 
     choice = _length_choice(self, asked, sampling_params)
-    place = 0 if asked is None else len(asked.latest)
 
     def checked() -> AsyncGenerator[Any, None]:
         params = sampling_params
@@ -175,15 +175,20 @@ def generate_if_valid(
             rendered = await reading(_rendered, self.input_processor, prompt, arguments)
             _check_begun(self, choice, rendered, params, request_id, kwargs)
         tokens = rendered["prompt_token_ids"]
-        settled = await choice.settle(self, tokens, place, params)
+        settled = await choice.settle(self, tokens, params)
+        rendered = {**rendered, "prompt_token_ids": list(settled.prompt)}
         if settled.is_empty:
             yield nothing(request_id, rendered, params)
             return
         checked_prompt = _checked_prompt(self, rendered, params, request_id, kwargs)
         outputs = generate(self, checked_prompt, params, request_id, **kwargs)
+        in_parts = params.output_kind is RequestOutputKind.DELTA
+        text = TextWithin.of(params, in_parts=in_parts)
         async with aclosing(outputs):
             async for output in outputs:
                 for completion in output.outputs:
+                    if text is not None:
+                        text.cut(completion)
                     if completion.finish_reason == "length" and not settled.is_cut:
                         completion.finish_reason = "stop"
                 yield output
@@ -215,7 +220,7 @@ def _length_choice(
 ) -> LengthChoice | None:
     """How the lengths of a request are chosen; None: it names them."""
     if asked is not None and asked.filling is not None:
-        return asked.filling
+        return asked.filling.at(len(asked.latest))
     if is_ours(engine) and has_open_length(params, engine.vllm_config):
         return AutoLength(params)
     return None

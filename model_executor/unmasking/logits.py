@@ -45,7 +45,12 @@ def with_biases(
         inside = (tokens >= first_token) & (tokens < first_token + logits.shape[1])
         columns = on_device(tokens[inside] - first_token, logits.device)
         added = on_device(numbers[inside], logits.device, torch.float32)
-        logits[:, columns] += torch.where(rows[chunk, None], added, 0.0)
+        if bias.others:
+            every = logits.new_full(logits.shape[1:], bias.others)
+            every[columns] = added
+            logits += torch.where(rows[chunk, None], every, 0.0)
+        else:
+            logits[:, columns] += torch.where(rows[chunk, None], added, 0.0)
     return VocabularyShard(logits, first_token)
 
 

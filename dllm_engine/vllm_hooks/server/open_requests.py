@@ -45,6 +45,8 @@ class OpenRequest:
         """For ``extra_args`` of its parameters."""
         self.filling: Filling | None = None
         """Holes whose lengths are to be chosen."""
+        self.stops: list[str] = []
+        """Stop strings that its body does not have, of editors' own routes."""
         self.headers: dict[str, str] = {}
         """For the answer."""
         self.latest: list[tuple[Any, Any] | None] = []

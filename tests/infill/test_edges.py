@@ -1,0 +1,125 @@
+"""Words that a cursor has cut."""
+
+from typing import Any
+
+import pytest
+from vllm.outputs import CompletionOutput
+
+from dllm_engine import DiffusionParams
+from dllm_engine.infill.edges import TextWithin, openings, vocabulary_of
+from dllm_engine.infill.template import Template
+from tests.support.engines import assert_nothing_left
+from tests.support.http_app import chunks_of
+
+QUESTION = "User: Copy: Rome Tom Oslo Accra\nBot: Rome Tom"
+
+
+def tokens_of(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "suffix", "stops", "texts"),
+    [
+        ("a pri", "(x)", [], ("i", "")),
+        ("a pri", "t(x)", [], ("i", "t")),
+        ("return ", "- 1", [], (" ", "")),
+        ("a (", ")", [], ("", "")),
+        ("a pri\n", "\nb", [], ("", "")),
+        ("a pri", "(x)", ["in"], ("", "")),
+        ("a pri", "t(x)", ["nt"], ("i", "")),
+        ("a pri", "t(x)", ["\n"], ("i", "t")),
+        ("a pri", "t(x)", None, ("", "")),
+        ("a" * 1, "t(x)", [], ("", "t")),
+    ],
+)
+def test_parts_of_words_are_opened(demo, prefix, suffix, stops, texts):
+    tokenizer = demo.get_tokenizer()
+    prompt, given = tokens_of(tokenizer, prefix), tokens_of(tokenizer, suffix)
+    template = Template((None, given))
+    found = openings(prompt, template, tokenizer, stops, in_chat=False)[-1]
+    assert found.edges.texts == texts
+    assert found.cuts == bool(texts[0])
+    assert found.prompt == (prompt[:-1] if texts[0] else prompt)
+    assert found.template.parts == (None, given[1:] if texts[1] else given)
+    names = vocabulary_of(tokenizer).names
+    if found.edges.before is not None:
+        assert {names[i][:1] for i in found.edges.before.tokens} == {
+            found.edges.before.name
+        }
+    in_template = Template((prompt, None, given))
+    chat = openings([5], in_template, tokenizer, stops, in_chat=True)[-1]
+    assert chat.edges.texts == texts
+    assert chat.prompt == [5]
+
+
+def test_a_hole_of_one_token_begins_and_ends_as_both_say(demo):
+    tokenizer = demo.get_tokenizer()
+    prompt, given = tokens_of(tokenizer, "(r"), tokens_of(tokenizer, "in t")
+    template = Template((None, given))
+    edges = openings(prompt, template, tokenizer, [], in_chat=False)[-1].edges
+    names = {tokenizer.decode([token]) for token in edges.both}
+    assert "rin" in names
+    assert all(len(x) > 1 and x[0] == "r" and x[-2:] == "in" for x in names)
+    assert edges.fewest == 1
+
+
+@pytest.mark.parametrize("in_parts", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 5, 20])
+@pytest.mark.parametrize(
+    ("stop_reason", "wanted"), [(None, "nt(x, 1"), ("; ", "nt(x, 1nt")]
+)
+def test_edges_are_left_out_of_a_text_as_it_comes(in_parts, size, stop_reason, wanted):
+    whole, shown = "int(x, 1nt", ""
+    within = TextWithin("i", "nt", in_parts=in_parts)
+    for end in range(size, len(whole) + size, size):
+        is_last = end >= len(whole)
+        completion = CompletionOutput(
+            index=0,
+            text=whole[end - size : end] if in_parts else whole[:end],
+            token_ids=[],
+            cumulative_logprob=None,
+            logprobs=None,
+            finish_reason="stop" if is_last else None,
+            stop_reason=stop_reason if is_last else None,
+        )
+        within.cut(completion)
+        shown = shown + completion.text if in_parts else completion.text
+        assert wanted.startswith(shown)
+    assert shown == wanted
+
+
+@pytest.mark.parametrize(
+    ("before", "behind", "wanted"),
+    [
+        (" O", " Accra", "slo"),
+        (" Os", " Accra", "lo"),
+        ("", " Accra", " Oslo"),
+    ],
+)
+def test_cut_words_are_completed(demo, client, before, behind, wanted):
+    (output,) = demo.infill(QUESTION + before, behind)
+    (completion,) = output.outputs
+    assert (completion.text, completion.holes) == (wanted, [wanted])
+    assert completion.joined == wanted + behind
+    body = {"model": "demo", "prompt": QUESTION + before, "suffix": behind}
+    answer = client.post("/v1/completions", json=body).json()["choices"][0]
+    assert (answer["text"], answer["holes"]) == (wanted, [wanted])
+    chunks = chunks_of(client.post("/v1/completions", json={**body, "stream": True}))
+    parts = [x["text"] for chunk in chunks for x in chunk["choices"]]
+    assert "".join(parts) == wanted
+    marked = f"<fim_prefix>{QUESTION}{before}<fim_suffix>{behind}<fim_middle>"
+    answer = client.post("/v1/completions", json={"model": "demo", "prompt": marked})
+    assert answer.json()["choices"][0]["text"] == wanted
+    fields = {"input_prefix": QUESTION + before, "input_suffix": behind}
+    assert client.post("/infill", json=fields).json()["content"] == wanted
+    fields = {"prompt": QUESTION + before, "suffix": behind}
+    answer = client.post("/v1/fim/completions", json=fields).json()["choices"][0]
+    assert answer["text"] == wanted
+    assert_nothing_left(demo)
+
+
+def test_a_given_length_opens_nothing(demo):
+    (output,) = demo.infill(QUESTION + " Os", " Accra", DiffusionParams(gen_length=2))
+    assert len(output.outputs[0].token_ids) == 2
+    assert output.prompt == QUESTION + " Os"
