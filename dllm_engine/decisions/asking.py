@@ -257,7 +257,7 @@ class Asking:
                 answers.append(WAYS[self.way](question, self.spelling))
             except ValueError as error:
                 raise QuestionError(["questions", i], str(error)) from None
-            shown.append(_shown(question, answers[-1]))
+            shown.append(as_shown(question, answers[-1]))
         literals = self._literals(shown)
         try:
             packed = _packed_decision(
@@ -381,7 +381,7 @@ def read_template(path: Path) -> dict[str, Any]:
     return names
 
 
-def _shown(question: Question, answers: Sequence[str]) -> dict[str, Any]:
+def as_shown(question: Question, answers: Sequence[str]) -> dict[str, Any]:
     """A question as templates see it."""
     options = [
         {"answer": answer, "label": label, "description": option.description}

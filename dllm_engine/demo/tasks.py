@@ -109,7 +109,7 @@ def _list_example(
 ) -> Example:
     words = rng.sample([*NAMES, *CITIES], num_words)
     instruction = f"{task.capitalize()}: {' '.join(words)}"
-    prompt = " ".join([*_filler_sentences(rng, instruction, filler), instruction])
+    prompt = " ".join([*filler_sentences(rng, instruction, filler), instruction])
     return Example(prompt, " ".join(reversed(words) if task == "reverse" else words))
 
 
@@ -141,12 +141,12 @@ def _recall_example(
         answer = ", ".join(items)
 
     sentences = [f"{statement}." for statement in statements]
-    for sentence in _filler_sentences(rng, " ".join([*sentences, question]), filler):
+    for sentence in filler_sentences(rng, " ".join([*sentences, question]), filler):
         sentences.insert(rng.randint(0, len(sentences)), sentence)
     return Example(" ".join([*sentences, question]), answer)
 
 
-def _filler_sentences(rng: random.Random, core: str, fraction: float) -> list[str]:
+def filler_sentences(rng: random.Random, core: str, fraction: float) -> list[str]:
     """Sentences about things that nobody asks about: at least ``fraction`` of a prompt
     whose other part is ``core``.
     """

@@ -12,10 +12,13 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, StringConstraints
 
 from dllm_engine.batch import Message, prompt_tokens, read_input, settings_digest
+from dllm_engine.decisions.openai_form import read_question
+from dllm_engine.demo.questions import QUESTION_KINDS, ask
 from dllm_engine.demo.tasks import CITIES, RECALL_TASKS, TASKS, make_examples
 from dllm_engine.evaluation.comparison import Result, Task, mean_and_error
 from dllm_engine.evaluation.intents import INTENTS, read_intents
 from dllm_engine.evaluation.labelled_questions import (
+    LabelledQuestion,
     QuestionTask,
     is_labelled,
     read_labelled,
@@ -30,6 +33,8 @@ DEMO_COUNT = 50
 """Examples of each task of the demo model, unless another number is asked for."""
 DECISIONS = {"decisions": False, "decisions-json": True}
 """Tasks of decisions, and True for the one with JSON."""
+QUESTIONS = {f"questions-{kind}": kind for kind in QUESTION_KINDS}
+"""Tasks of questions to the demo model, and their kind."""
 
 
 def named_task(name: str, count: int | None, seed: int, match: str) -> Task:
@@ -47,6 +52,9 @@ def named_task(name: str, count: int | None, seed: int, match: str) -> Task:
         return DecisionTask(
             name, demo_questions(count or DEMO_COUNT, seed, as_json=DECISIONS[name])
         )
+    if name in QUESTIONS:
+        questions = labelled_questions(QUESTIONS[name], count or DEMO_COUNT, seed)
+        return QuestionTask(name, questions)
     return OwnTasks(name, demo_tasks(name, count or DEMO_COUNT, seed), match)
 
 
@@ -255,6 +263,17 @@ class DecisionTask(Task):
             )
             details |= {"calibration_error": error, "reliability": bins}
         return Result("fields", *mean_and_error(scores), len(scores), details)
+
+
+def labelled_questions(kind: str, count: int, seed: int) -> list[LabelledQuestion]:
+    """``count`` questions of a kind, each about a text of its own."""
+    labelled = []
+    for each in ask(seed, count, [kind]):
+        (asked,) = each.asked
+        messages = [{"role": "user", "content": each.text}]
+        question = read_question(asked.question, ["question"])
+        labelled.append(LabelledQuestion(messages, question, asked.option))
+    return labelled
 
 
 def demo_questions(count: int, seed: int, *, as_json: bool) -> list[Question]:

@@ -1,7 +1,6 @@
 """Command line of the training."""
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -30,7 +29,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     recipe = RECIPES[arguments.which]
-    (replace(recipe, steps=40) if arguments.quick else recipe).run(arguments.out)
+    (recipe.with_steps(40) if arguments.quick else recipe).run(arguments.out)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ that it is saved in.
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from .samples import (
     GEN_LENGTH,
     MASK,
     Batch,
+    Mix,
     SampleStream,
     train_tokenizer,
 )
@@ -130,7 +131,9 @@ def draw_masks(batch: Batch, generator: Generator) -> Tensor:
 
     forced = noise.masked_fill(~in_response, 2.0).argmin(dim=1)
     masked[torch.arange(size), forced] = True
-    return masked
+    return torch.where(
+        batch.is_decided.any(dim=1, keepdim=True), batch.is_decided, masked
+    )
 
 
 def masked_loss(
@@ -219,6 +222,14 @@ def next_token_loss(
 
 
 @torch.no_grad()
+def load(model: DemoModel, folder: Path, tensor_name: Callable[[str], str]) -> None:
+    """Set the weights of ``model`` to those of a checkpoint."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, parameter in model.named_parameters():
+        parameter.copy_(tensors[tensor_name(name)].float())
+
+
+@torch.no_grad()
 def start_from_demo(model: DemoModel) -> None:
     """Set the weights of ``model`` to those of the demo model, which has the same
     layers up to what SDAR adds.
@@ -251,7 +262,8 @@ class Recipe:
     shipped: Path
     network: Callable[[ModelSettings], Any]
     shape: ModelSettings
-    start: Callable[[DemoModel], None]
+    start: Callable[[DemoModel], None] | None
+    """None: the weights that the recipe ``before`` has written."""
     loss: Callable[[Any, Batch, Generator, float], Loss]
     tensor_name: Callable[[str], str]
     steps: int
@@ -266,28 +278,32 @@ class Recipe:
     stage_loss: float = 0.0
     muon_lr: float = 0.005
     adam_lr: float = 3e-3
-    long_response_share: float = 0.15
-    """Share of samples with a response of 64 or 128 tokens in place of 32, all but the
-    answer being end-of-text.
-    """
+    mix: Mix = field(default_factory=Mix)
+    before: "Recipe | None" = None
+    """Runs first."""
+
+    def with_steps(self, steps: int) -> "Recipe":
+        """The same with other numbers of steps, also of what runs before."""
+        before = self.before and self.before.with_steps(steps)
+        return replace(self, steps=steps, before=before)
 
     def run(self, out: Path) -> None:
         """Train the model and write its checkpoint folder."""
+        if self.before is not None:
+            self.before.run(out)
+        else:
+            self._write_files(out)
         torch.manual_seed(self.seed)
-        out.mkdir(parents=True, exist_ok=True)
-        for file in self.shipped.glob("*.json"):
-            shutil.copyfile(file, out / file.name)
-        if self.shipped == DEMO_MODEL_DIR:
-            train_tokenizer(self.seed).save(str(out / "tokenizer.json"))
         tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
         model = self.network(self.shape)
-        self.start(model)
+        if self.start is None:
+            load(model, out, self.tensor_name)
+        else:
+            self.start(model)
         generator = Generator().manual_seed(self.seed)
         train(
             model,
-            SampleStream(
-                tokenizer, self.seed, self.stages[0], self.long_response_share
-            ),
+            SampleStream(tokenizer, self.seed, self.stages[0], self.mix),
             lambda batch: self.loss(model, batch, generator, self.tail_weight),
             steps=self.steps,
             muon_lr=self.muon_lr,
@@ -301,19 +317,49 @@ class Recipe:
         }
         save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
 
+    def _write_files(self, out: Path) -> None:
+        """Write what a checkpoint folder has beside its weights."""
+        out.mkdir(parents=True, exist_ok=True)
+        for file in self.shipped.glob("*.json"):
+            shutil.copyfile(file, out / file.name)
+        if self.shipped == DEMO_MODEL_DIR:
+            train_tokenizer(self.seed).save(str(out / "tokenizer.json"))
 
+
+TASKS = Recipe(
+    shipped=DEMO_MODEL_DIR,
+    network=DemoModel,
+    shape=ModelSettings(n_layers=4),
+    start=DEMO_CIRCUIT.initialise,
+    loss=masked_loss,
+    tensor_name=llada_name,
+    steps=7000,
+    seed=0,
+    tail_weight=0.3,
+    stage_loss=0.55,
+)
+"""The demo model before it learns questions."""
+QUESTIONS = replace(
+    TASKS,
+    before=TASKS,
+    start=None,
+    steps=7000,
+    seed=3,
+    stages=(40,),
+    muon_lr=0.004,
+    adam_lr=2.5e-3,
+    mix=Mix(questions=0.5, batch_tokens=1024),
+)
+"""Learns questions, and forgets some of what it knew of lists."""
 RECIPES = {
-    "model": Recipe(
-        shipped=DEMO_MODEL_DIR,
-        network=DemoModel,
-        shape=ModelSettings(n_layers=4),
-        start=DEMO_CIRCUIT.initialise,
-        loss=masked_loss,
-        tensor_name=llada_name,
-        steps=7000,
-        seed=0,
-        tail_weight=0.3,
-        stage_loss=0.55,
+    "model": replace(
+        QUESTIONS,
+        before=QUESTIONS,
+        steps=4500,
+        seed=4,
+        muon_lr=0.003,
+        adam_lr=2e-3,
+        mix=Mix(questions=0.4, lists=3.0, batch_tokens=1024),
     ),
     "blocks": Recipe(
         shipped=DEMO_BLOCKS_DIR,
@@ -327,7 +373,7 @@ RECIPES = {
         stages=(40,),
         muon_lr=0.003,
         adam_lr=2e-3,
-        long_response_share=0.0,
+        mix=Mix(long_responses=0.0),
     ),
     "guide": Recipe(
         shipped=DEMO_GUIDE_DIR,

@@ -77,8 +77,6 @@ PRINTS = {
     "source .venv/bin/activate": "Oslo Tom Rome",
     "curl -s localhost:8000/v1/chat/completions": '"content":" Oslo Tom Rome"',
     "import openai": "Oslo Tom Rome",
-    "from openai import OpenAI": "Rome 1.0",
-    "from dllm_engine import LLM, Questions": "Rome 1.0",
     "dllm lm-eval --model dllm": "|names|",
     "curl -s localhost:8000/v1/systemone": '"choice":"Rome"',
     "curl -s localhost:8000/v1/decisions": '"values":{"code":"07"}',

@@ -2,7 +2,6 @@
 and one of block diffusion.
 """
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dllm_engine.demo import DEMO_BLOCKS, DEMO_BLOCKS_DIR, DEMO_GUIDE_DIR
+from dllm_engine.demo import DEMO_BLOCKS, DEMO_GUIDE_DIR
 from dllm_engine.demo.tasks import TASKS, make_examples
 from scripts.train_demo.recipes import RECIPES
 from tests.support.engines import demo_answers
@@ -108,17 +107,18 @@ def test_it_answers_right_and_its_cache_changes_no_token_and_a_threshold_takes_f
         )
 
 
-def test_its_training_runs_and_writes_its_tensors(tmp_path):
-    assert sum(file.stat().st_size for file in DEMO_BLOCKS_DIR.iterdir()) <= MAX_BYTES
-    replace(RECIPES["blocks"], steps=2).run(tmp_path)
-    files = {file.name for file in DEMO_BLOCKS_DIR.iterdir()} - {
+@pytest.mark.parametrize("which", ["model", "blocks"])
+def test_training_runs_and_writes_the_tensors(which, tmp_path):
+    recipe = RECIPES[which].with_steps(2)
+    assert sum(file.stat().st_size for file in recipe.shipped.iterdir()) <= MAX_BYTES
+    recipe.run(tmp_path)
+    files = {file.name for file in recipe.shipped.iterdir()} - {
         "README.md",
         "decision_template.jinja",
     }
     assert {file.name for file in tmp_path.iterdir()} == files
     trained, shipped = (
-        load_file(folder / "model.safetensors")
-        for folder in (tmp_path, DEMO_BLOCKS_DIR)
+        load_file(folder / "model.safetensors") for folder in (tmp_path, recipe.shipped)
     )
     shapes = [
         {name: (t.shape, t.dtype) for name, t in tensors.items()}
