@@ -316,9 +316,12 @@ class DiffusionModelRunner:
         self.last_layout = None
 
     def _take_in(self, scheduler_output: DiffusionSchedulerOutput) -> Failures:
-        """Make canvases of new requests, and take page tables that have changed.
-        Returns what failed.
+        """Make canvases of new requests, take page tables that have changed, and copy
+        pages. Returns what failed.
         """
+        if copies := scheduler_output.page_copies.values():
+            assert self.rank.pages is not None
+            self.rank.pages.copy(copies)
         new = scheduler_output.new_requests
         tables = scheduler_output.page_tables
         failures: Failures = {}

@@ -1,7 +1,9 @@
 """The tensors behind the pages of one rank, and what vLLM must know to size them."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import torch
 from vllm.config import VllmConfig
@@ -105,6 +107,16 @@ class PageMemory(PageView):
         ranks = get_tensor_model_parallel_world_size()
         rank = get_tensor_model_parallel_rank()
         return rank * self.geometry.total_kv_heads // ranks
+
+    def copy(self, copies: Iterable[tuple[list[int], list[int]]]) -> None:
+        """Copy pages, all as they were before: pairs of the ids of some, and of those
+        that become copies of them.
+        """
+        sources, targets = (
+            on_device([*chain.from_iterable(ids)], self.memory.device)
+            for ids in zip(*copies, strict=True)
+        )
+        self.memory[targets] = self.memory[sources]
 
     def view_for(self, num_kv_heads: int, head_dim: int) -> PageView:
         """The same pages for a model of other heads: as many whole tokens as a page's

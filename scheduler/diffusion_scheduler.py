@@ -423,8 +423,7 @@ class DiffusionScheduler(SchedulerInterface):
         plan = self._fitted(plan, state.spec, room)
         if plan.max_rows > room or not rows.allow(state.source, plan.max_rows):
             return False
-        is_alone = not self.running
-        if not self.tables.reserve(state, shared, kept_free, is_alone=is_alone):
+        if not self.tables.reserve(state, shared, kept_free, output, len(self.running)):
             return False
         self._begin(state, output)
         self._schedule_one(state, plan, output)

@@ -3,7 +3,8 @@ out per request.
 
 Requests share pages that hold the same, by vLLM's prefix caching: a page that is filled
 for good gets a key, stays in the pool when its request ends, and is found by the next
-request with that key until the pool needs its memory.
+request with that key until the pool needs its memory. Behind the last one, a request
+begins with a copy of a page that holds the same at first.
 """
 
 import struct
@@ -11,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
 from types import SimpleNamespace
-from typing import cast
+from typing import NamedTuple, cast
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
@@ -42,6 +43,16 @@ def prefix_keys(
     return keys
 
 
+class NextPage(NamedTuple):
+    """What followed a page in a request: one page of each table."""
+
+    tokens: Sequence[int]
+    """The first tokens of it, which are filled for good."""
+    pages: list[KVCacheBlock]
+    times_given: list[int]
+    """How often each of them had been given to requests."""
+
+
 class PagePool:
     """Reserves pages for a request at admission and allocates them when they are
     needed. A request that did not reserve the most that it can ever need asks for more
@@ -64,6 +75,13 @@ class PagePool:
         """Pages of all tables; a shared one counts once for each."""
         self.num_keyed: Counter[str] = Counter()
         """Pages of each table of a request that others can find."""
+        self._next_pages: dict[int, NextPage] = {}
+        """By the id of the page of the first table that they followed last."""
+        self._times_given: Counter[int] = Counter()
+        """How often a page has been given to requests, by page id."""
+        self._given_now: Counter[int] = Counter()
+        """Of these, in the step in hand. What the page held is overwritten by it, behind
+        its copies."""
 
     @property
     def num_pages(self) -> int:
@@ -79,6 +97,9 @@ class PagePool:
     @property
     def num_allocated(self) -> int:
         return self.num_pages - self._blocks.get_num_free_blocks()
+
+    def begin_step(self) -> None:
+        self._given_now.clear()
 
     def find(
         self, keys: Sequence[BlockHash], num_tables: int
@@ -115,7 +136,7 @@ class PagePool:
         self._reserved[request_id] = num_pages
         self._blocks.touch([*chain.from_iterable(found)])
         self._tables[request_id] = [
-            [*self._blocks.get_new_blocks(num_own), *table] for table in found
+            [*self._new_pages(num_own), *table] for table in found
         ]
         self._num_held += sum(map(len, self._tables[request_id]))
         if num_keyed is None:
@@ -149,6 +170,52 @@ class PagePool:
             self._blocks.cache_full_blocks(request, table, before, after, size, number)
         self.num_keyed[request_id] = after
 
+    def note_next(
+        self, request_id: str, number: int, tokens: Sequence[int], num_tables: int
+    ) -> None:
+        """Let others find the pages with this number of a request, of which the first
+        ``tokens`` are filled for good, by the pages before them.
+        """
+        tables = self._tables[request_id][:num_tables]
+        pages = [table[number] for table in tables]
+        times_given = [self._times_given[page.block_id] for page in pages]
+        before = tables[0][number - 1].block_id
+        self._next_pages[before] = NextPage(tokens, pages, times_given)
+
+    def find_next(self, page: KVCacheBlock) -> NextPage | None:
+        """What followed a page of the first table, if it holds the same when the step
+        in hand begins.
+        """
+        following = self._next_pages.get(page.block_id)
+        if following is None:
+            return None
+        ids = [page.block_id for page in following.pages]
+        times_given = [self._times_given[i] - self._given_now[i] for i in ids]
+        return following if times_given == following.times_given else None
+
+    def append_copies(
+        self, request_id: str, pages: Sequence[KVCacheBlock]
+    ) -> tuple[list[int], list[int]]:
+        """Give each of the first tables of a request a page that has to become a copy
+        of one of ``pages``; returns the ids of these, and of the copies.
+        """
+        sources = [page.block_id for page in pages]
+        copies = self._new_pages(len(pages))
+        tables = self._tables[request_id]
+        for table, page in zip(tables, copies, strict=True):
+            table.append(page)
+        self._num_held += len(copies)
+        return sources, [page.block_id for page in copies]
+
+    def _new_pages(self, count: int) -> list[KVCacheBlock]:
+        pages = self._blocks.get_new_blocks(count)
+        for page in pages:
+            self._next_pages.pop(page.block_id, None)
+        ids = [page.block_id for page in pages]
+        self._times_given.update(ids)
+        self._given_now.update(ids)
+        return pages
+
     def forget_keys(self) -> bool:
         """Let no page be found any more; whether that could be done, which it cannot
         while requests hold pages.
@@ -171,7 +238,7 @@ class PagePool:
             self._blocks.free_blocks(table[size:])
             del table[size:]
         for table, size in zip(tables, table_sizes, strict=True):
-            table.extend(self._blocks.get_new_blocks(size - len(table)))
+            table.extend(self._new_pages(size - len(table)))
         return [[page.block_id for page in table] for table in tables]
 
     def settle(self, request_id: str) -> None:

@@ -1,5 +1,7 @@
 """Page tables of requests, in the pool."""
 
+from itertools import takewhile
+from operator import eq
 from typing import NamedTuple
 
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
@@ -29,6 +31,8 @@ class SharedPages(NamedTuple):
     """Pages of its own before them, in each table."""
     num_found: int
     """Pages of each table that others can find already."""
+    copied: list[KVCacheBlock]
+    """What the next page of each table begins as a copy of; empty: of none."""
 
 
 class PageTables:
@@ -65,15 +69,16 @@ class PageTables:
 
     def begin_step(self) -> None:
         self._being_filled.clear()
+        self.pages.begin_step()
 
     def find_prefix(self, state: RequestState) -> SharedPages | None:
-        """Pages of other requests that hold the beginning of one that waits, per table.
-        None: the step in hand fills the next one, which is worth waiting for.
+        """Pages of other requests that hold the beginning of one that waits. None: the
+        step in hand fills the next one, which is worth waiting for.
         """
         keys: list[BlockHash] = []
+        # A seed is predicted by a row, so the last one is computed.
+        unseeded = state.request.num_tokens - state.spec.layout.seeds_blocks
         if not state.request.skip_reading_prefix_cache:
-            # A seed is predicted by a row, so the last one is computed.
-            unseeded = state.request.num_tokens - state.spec.layout.seeds_blocks
             keys = self._new_keys(state, self._num_final(state, unseeded))
         found = self.pages.find(keys, self.geometry.num_layers)
         num_found = len(found[0]) if found else 0
@@ -81,37 +86,49 @@ class PageTables:
             return None
         first, stop = self.num_anchors, num_found - self.num_anchors
         if stop <= first:
-            shared = SharedPages([], 0, num_found)
-            first = stop = 0
-        else:
-            shared = SharedPages([t[first:stop] for t in found], first, num_found)
+            found, first, stop = [], 0, 0
         progress, size = state.progress, self.geometry.page_size
         progress.num_anchored = first * size
         progress.retained = progress.num_shared = stop * size
-        return shared
+        tables = [table[first:stop] for table in found]
+        shared = SharedPages(tables, first, num_found, [])
+        if not tables or (following := self.pages.find_next(tables[0][-1])) is None:
+            return shared
+        own = state.request.all_token_ids[progress.retained : unseeded]
+        alike = sum(takewhile(bool, map(eq, following.tokens, own)))
+        block_start = state.spec.layout.block_start(progress.retained + alike)
+        if block_start <= progress.retained:
+            return shared
+        progress.retained = block_start
+        return shared._replace(copied=following.pages)
 
     def reserve(
         self,
         state: RequestState,
         shared: SharedPages,
         kept_free: float,
-        *,
-        is_alone: bool,
+        output: DiffusionSchedulerOutput,
+        num_running: int,
     ) -> bool:
         """Set aside what a request needs to begin with the ``shared`` pages, if as much
-        again as has to stay free is there.
+        again as has to stay free is there. ``output`` gets those that are copied.
 
         ``kept_free``: share of the pages that its source leaves to others.
-        ``is_alone``: nobody runs who might grow.
+        ``num_running``: requests that might grow.
         """
         running = state.progress.running
         demand = self.demand.at_admission(state.spec, running)
         num_pages = self.pages.num_pages
-        watermark = 0 if is_alone else int(self.watermark * num_pages)
+        watermark = int(self.watermark * num_pages) if num_running else 0
         spare = max(watermark, int(kept_free * num_pages))
-        if not self.pages.can_reserve(demand + spare, shared.tables):
+        request_id = state.request_id
+        tables, num_anchors, num_found, copied = shared
+        if not self.pages.can_reserve(demand + spare, tables):
             return False
-        self.pages.reserve(state.request_id, demand, *shared)
+        self.pages.reserve(request_id, demand, tables, num_anchors, num_found)
+        if copied:
+            copies = self.pages.append_copies(request_id, copied)
+            output.page_copies[request_id] = copies
         return True
 
     def grow(self, state: RequestState) -> bool:
@@ -137,10 +154,13 @@ class PageTables:
 
     def share(self, state: RequestState) -> None:
         """Let others find the pages that a step has filled for good."""
-        retained = state.progress.retained
+        progress = state.progress
         if not self.demand.method.keeps_for_good:
-            retained = state.progress.num_shared
-        self._add_keys(state, retained)
+            self._add_keys(state, progress.num_shared)
+            return
+        num_keyed = self.pages.num_keyed[state.request_id]
+        self._add_keys(state, progress.retained)
+        self._note_next(state, max(num_keyed, 1), progress.retained)
 
     def give_back(self, state: RequestState) -> None:
         """Take all pages of a request that has ended. The next turn of a chat may find
@@ -156,6 +176,17 @@ class PageTables:
         if keys := self._new_keys(state, num_tokens):
             num_tables = self.geometry.num_layers
             self.pages.add_keys(state.request_id, keys, num_tables)
+
+    def _note_next(self, state: RequestState, first: int, retained: int) -> None:
+        """Let others find what the prompt's pages hold, from the ``first`` on, by the
+        pages before.
+        """
+        prompt = state.request.prompt_token_ids or []
+        size, num_tables = self.geometry.page_size, self.geometry.num_layers
+        for number in range(first, self.pages.num_keyed[state.request_id] + 1):
+            start = number * size
+            if tokens := prompt[start : min(start + size, retained)]:
+                self.pages.note_next(state.request_id, number, tokens, num_tables)
 
     def _num_kept(self, state: RequestState) -> int:
         """Tokens that a request's tables of keys and values have room for."""

@@ -99,12 +99,14 @@ class Graph:
         )
         edges = edges[np.argsort(edges["source"], kind="stable")]
         sources, targets = edges["source"], edges["target"]
-        states = np.arange(self.final + 1)
         # The state of end tokens leads to itself: both go on without end.
-        from_start = states_reached(sources, targets, states == 0)
-        from_end = states_reached(targets, sources, np.isin(states, closing))
-        reached = [*islice(from_start, self.length)]
+        is_closing = np.isin(np.arange(self.final + 1), closing)
+        from_end = states_reached(targets, sources, is_closing)
         completable = [*islice(from_end, self.length)][::-1]
+        reached, is_ended = [], False
+        for now in self.reached[: self.length]:
+            reached.append(np.append(now, is_ended))
+            is_ended |= now[self.ends].any()
         return [
             edges[now[sources] & later[targets]]
             for now, later in zip(reached, completable, strict=True)

@@ -10,7 +10,7 @@ import string
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,9 @@ class Spelling:
 
     def tokens(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokens of each text; markers in it are text too."""
-        encoded = self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encoded]
+        # To wake threads, as ``encode_batch`` does, takes longer than a few texts.
+        encode = partial(self.tokenizer.encode, add_special_tokens=False)
+        return [encode(text).ids for text in texts]
 
     def spells(self, tokens: list[int], text: str) -> bool:
         """Return True if tokens read as the text does, but for spaces around it."""

@@ -46,6 +46,10 @@ class DiffusionSchedulerOutput(SchedulerOutput):
     plans: dict[str, StepPlan] = field(default_factory=dict)
     page_tables: dict[str, dict[str, list[list[int]]]] = field(default_factory=dict)
     """Page ids per kind and layer of the requests whose tables changed."""
+    page_copies: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)
+    """By request that begins: ids of pages that others have filled, and of its own that
+    become copies of them before the step.
+    """
     num_steps: int = 1
     """The most steps to run before reporting: fewer if one has tokens to send, or lets
     a block join.
@@ -59,6 +63,7 @@ class DiffusionSchedulerOutput(SchedulerOutput):
             self.plans,
             self.new_requests,
             self.page_tables,
+            self.page_copies,
             self.progress,
             self.num_scheduled_tokens,
         ):

@@ -101,6 +101,27 @@ def test_tokens_are_the_same_with_and_without(engine, settings, cache_method):
     assert_nothing_left(llm)
 
 
+@pytest.mark.parametrize("cache_method", ["block", "focus"])
+def test_what_a_text_fills_of_its_last_page_is_copied(engine, cache_method):
+    """For all requests of a step, and from pages that others are given in it."""
+    draw = random.Random(9)
+    text, *ends = (
+        [draw.randrange(480) for _ in range(size)] for size in (93, *[9] * 12)
+    )
+    prompts = [text + end for end in ends]
+    params = DiffusionParams(
+        gen_length=12, block_length=engine.block_length, ignore_eos=True
+    )
+    plain = engine(enable_prefix_caching=False, cache_method=cache_method)
+    llm = engine(page_size=32, cache_method=cache_method)
+    expected = tokens(generate(plain, prompts, [params] * 12))
+    outputs = generate(llm, prompts, [params] * 12)
+    assert tokens(outputs) == expected
+    copied = 93 - 93 % engine.block_length
+    assert [each.num_cached_tokens for each in outputs] == [0] + 11 * [copied]
+    assert_nothing_left(llm)
+
+
 def test_another_block_length_or_salt_shares_nothing(engine):
     llm, length = engine(), engine.block_length
     salted = {"cache_salt": "mine"}

@@ -86,6 +86,28 @@ def test_the_end_of_a_prefix_is_used_again_first(sharing):
     assert [len(table) for table in sharing.find(keys_of(96), 2)] == [1, 1]
 
 
+def test_the_next_page_is_copied_as_long_as_it_holds_the_same(sharing):
+    """It is overwritten by the request that it is given to, behind copies of the same
+    step.
+    """
+    found = sharing.find(keys_of(96), 2)
+    sharing.note_next("a", 1, [7, 8], 2)
+    sharing.free("a")
+    sharing.begin_step()
+    first = found[0][0]
+    following = sharing.find_next(first)
+    assert following is not None
+    assert following.pages == [table[1] for table in found]
+    sharing.reserve("b", 10, [table[:1] for table in found])
+    sources, copies = sharing.append_copies("b", following.pages)
+    tables = sharing.resize("b", [5, 5])
+    assert tables[0][:2] == [first.block_id, copies[0]]
+    assert {*sources} <= {*tables[0], *tables[1]}
+    assert sharing.find_next(first) == following
+    sharing.begin_step()
+    assert sharing.find_next(first) is None
+
+
 def test_a_page_that_holds_no_row_of_features_is_refused_with_the_smallest_that_does():
     small = PoolGeometry(
         page_size=1,

@@ -248,7 +248,7 @@ def test_a_prompt_is_answered_and_its_steps_can_be_replayed(page):
 
 
 def test_the_cache_is_drawn_where_the_engine_traces(page):
-    assert "--trace" in page.text("cache-note")
+    assert page.text("cache-note") == "Shown after each generated answer."
     page.short().ask(PROMPT)
     page.wait(lambda: len(page.all("#maps canvas")) == 3)
     assert "34 of 68 positions outside the block, in 4 layers" in page.text("maps")
@@ -309,6 +309,41 @@ def test_a_decision_shows_the_probability_of_each_choice(blocks_page):
     assert "fields" in page.all(".turn.error")[0].text
 
 
+UNTIL_STOPPED = """
+const real = window.fetch;
+window.fetch = (to, {signal}) => new Promise((_, reject) => {
+  window.fetch = real;
+  signal.addEventListener("abort", () => reject(signal.reason));
+});
+"""
+"""The next request takes until it is stopped."""
+
+
+def test_a_decision_can_be_stopped_and_shows_its_own_figures(blocks_page):
+    page = blocks_page
+    page.move("max_tokens", 16)
+    page.ask(PROMPT)
+    assert page.figure("forward_passes") > 1
+    page.element("decide").send_keys(" Ida={Ida:07|48}")
+    page.element("match").send_keys("Ida=07")
+    page.ask("Give: Ida")
+    error = page.all(".turn.error")[0].text
+    assert "Decide and The answer matches are two forms" in error
+    page.element("match").clear()
+    page.js(UNTIL_STOPPED)
+    page.element("send").click()
+    page.wait(lambda: page.element("stop").is_enabled())
+    assert not page.element("send").is_enabled()
+    assert page.all("[data-figure=forward_passes]")[0].text == "–"
+    page.element("stop").send_keys(Keys.ESCAPE)
+    page.wait(lambda: page.element("send").is_enabled())
+    assert page.all(".turn.model small")[-1].text == "stopped"
+    page.send("Give: Ida")
+    page.wait(lambda: page.all(".turn.model small")[-1].text.startswith("Ida: "))
+    assert page.figure("forward_passes") == 1
+    assert not page.element("stop").is_enabled()
+
+
 def test_questions_are_drawn_as_bars(page):
     page.js("document.getElementById('questions').open = true")
     page.element("facts").send_keys("Tom lives in Paris. Ida lives in Rome.")
@@ -333,6 +368,13 @@ def test_questions_are_drawn_as_bars(page):
     page.element("ask").click()
     page.wait(lambda: page.all("#answers .error"))
     assert "Each choice must be unique" in page.text("answers")
+    page.js(UNTIL_STOPPED)
+    page.element("ask").click()
+    page.wait(lambda: not page.element("ask").is_enabled())
+    assert not page.element("send").is_enabled()
+    page.element("facts").send_keys(Keys.ESCAPE)
+    page.wait(lambda: page.element("ask").is_enabled())
+    assert page.text("answers") == "stopped"
 
 
 def test_only_what_was_moved_is_sent(page):

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any, NoReturn
 
+from prometheus_client import Counter
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -28,6 +29,12 @@ RETRY_AFTER = "1"
 """Seconds after which a client may ask again, here or another server."""
 _TELLING_SECONDS = 1
 """For requests to write the errors that end them, or to read the rest of a body."""
+HTTP_ERRORS = Counter(
+    "dllm_http_errors", "HTTP answers of status 400 and more, by status.", ["status"]
+)
+"""vLLM's own counter has 4xx and 5xx only, and not what is answered before it. When an
+engine starts, vLLM forgets metrics whose names begin with its own.
+"""
 _NUMBER = re.compile(rb'"sequence_number": ?([0-9]+)')
 
 
@@ -240,6 +247,8 @@ class Answer:
         if message["type"] == "http.response.start":
             headers = MutableHeaders(scope=message)
             headers.update(self._request.headers)
+            if message["status"] >= HTTPStatus.BAD_REQUEST:
+                HTTP_ERRORS.labels(message["status"]).inc()
             if message["status"] == HTTPStatus.SERVICE_UNAVAILABLE:
                 headers.setdefault("retry-after", RETRY_AFTER)
             if self._requests.error is not None:
