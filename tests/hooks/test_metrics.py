@@ -10,7 +10,10 @@ import pytest
 
 from dllm_engine import DiffusionParams
 from dllm_engine.vllm_hooks.metrics import METRICS, PREFIX
+from dllm_engine.vllm_hooks.server.open_requests import HTTP_ERRORS
+from dllm_engine.vllm_hooks.server.stop import ServerStopping
 from tests.support.engines import generate
+from tests.support.http_app import app_client
 
 DOCS = Path(__file__).parents[2] / "docs"
 PROMPTS = [list(range(1, 40)), [5, 6, 7], list(range(3, 90))]
@@ -102,11 +105,28 @@ def series_of(name) -> set[str]:
     return {exposed(name) + end for end in ends}
 
 
+def asked_by_status(dashboard: str) -> list[str]:
+    return re.findall(r'dllm_http_errors_total\{status=~\\"(.*?)\\"', dashboard)
+
+
+def test_http_errors_are_counted_by_status_also_while_the_server_ends():
+    client = app_client()
+    errors = HTTP_ERRORS.labels
+    before = [errors(status)._value.get() for status in (404, 503)]
+    client.get("/nowhere")
+    client.app.state.open_requests.error = ServerStopping()
+    client.post("/v1/decisions", json={})
+    shown = client.get("/metrics").text
+    for status, count in zip((404, 503), before, strict=True):
+        assert f'dllm_http_errors_total{{status="{status}"}} {count + 1}' in shown
+
+
 def test_the_dashboard_asks_for_metrics_that_exist_and_shows_them_all():
     dashboard = (DOCS / "grafana" / "dllm-engine.json").read_text()
     asked = set(re.findall(r"vllm:(?:dllm|diffusion)_\w+", dashboard))
     assert asked <= set().union(*map(series_of, METRICS))
     assert all(asked & series_of(name) for name in METRICS)
+    assert asked_by_status(dashboard) == ["4..", "5.."]
     panels = json.loads(dashboard)["panels"]
     assert all(panel["targets"] and panel["title"] for panel in panels)
     assert len({panel["id"] for panel in panels}) == len(panels)
