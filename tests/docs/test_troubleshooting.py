@@ -48,7 +48,7 @@ def printed() -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("message", QUOTED)
+@pytest.mark.parametrize("message", sorted(QUOTED))
 def test_messages_are_those_of_the_sources(printed, message):
     pattern = ".*".join(map(re.escape, message.split("…")))
     assert message.startswith("pip ") or any(
