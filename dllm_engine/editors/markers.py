@@ -26,6 +26,7 @@ _MARKERS = (
     # Mercury's prompts have no marker before the prefix.
     Markers("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", needs_prefix=False),
     Markers("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    Markers("<PRE> ", " <SUF> ", " <MID>"),  # as twinny writes it
     Markers("<PRE> ", " <SUF>", " <MID>"),
     Markers("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
     Markers("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>"),
@@ -33,9 +34,6 @@ _MARKERS = (
 )
 """Markers of Qwen2.5-Coder, CodeGemma and Granite; StarCoder and Stable Code; CodeLlama;
 DeepSeek; Seed-Coder; GLM and CodeGeeX."""
-_CODESTRAL = re.compile(
-    r"(?:<s>)?\[SUFFIX\](?P<suffix>.*?)\[PREFIX\](?P<prefix>.*)", re.DOTALL
-)
 _TURN_END = re.compile(r"<\|assistant\|>\s*$")
 _FILE = re.compile(r"<\|?file_sep\|?>")
 _REPOSITORY = re.compile(r"<\|?repo_name\|?>[^\n]*\n?")
@@ -50,9 +48,15 @@ def read_markers(prompt: str) -> Around | None:
             read = _around(prompt.removesuffix(markers.middle), markers)
             if read is not None:
                 return read
-    if (match := _CODESTRAL.fullmatch(prompt)) is not None:
-        return Around(**match.groupdict())
-    return None
+    return _around_in_codestrals_order(prompt)
+
+
+def _around_in_codestrals_order(prompt: str) -> Around | None:
+    context, suffix_marker, rest = prompt.partition("[SUFFIX]")
+    suffix, prefix_marker, prefix = rest.partition("[PREFIX]")
+    if not suffix_marker or not prefix_marker:
+        return None
+    return Around(_files(context.removesuffix("<s>")) + prefix, suffix)
 
 
 def _around(text: str, markers: Markers) -> Around | None:

@@ -14,8 +14,10 @@ P, S = "def f(a):\n    ", "\n    return b\n"
         f"{P}<|fim_suffix|>{S}<|fim_middle|>",
         f"<fim_prefix>{P}<fim_suffix>{S}<fim_middle>",
         f"<PRE> {P} <SUF>{S} <MID>",
+        f"<PRE> {P} <SUF> {S} <MID>",
         f"<｜fim▁begin｜>{P}<｜fim▁hole｜>{S}<｜fim▁end｜>",
         f"[SUFFIX]{S}[PREFIX]{P}",
+        f"<s>[SUFFIX]{S}[PREFIX]{P}",
         f"<[fim-prefix]>{P}<[fim-suffix]>{S}<[fim-middle]>",
         f"<|code_suffix|>{S}<|code_prefix|>{P}<|code_middle|><|assistant|>\n",
     ],
@@ -39,6 +41,7 @@ def test_files_of_the_repository_stand_before_the_prefix_with_their_paths():
     assert read == (f"# tax.py\nRATE = 0.19\n# main.py\n{P}", S)
     snippet = f"<file_sep>x = 1\n<file_sep><fim_prefix>{P}<fim_suffix>{S}<fim_middle>"
     assert read_markers(snippet) == (f"x = 1\n{P}", S)
+    assert read_markers(f"x = 1\n[SUFFIX]{S}[PREFIX]{P}") == (f"x = 1\n{P}", S)
 
 
 def test_a_file_that_names_markers_may_be_edited():
