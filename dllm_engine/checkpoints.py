@@ -130,4 +130,7 @@ def check_folder(model: str) -> None:
     """
     check_files(model)
     if model.startswith((".", "/", "~")) and not Path(model).is_dir():
-        raise ValueError(f"model folder {model} does not exist")
+        raise ValueError(
+            f"model folder {model} does not exist; name one that does, or a model of "
+            f"Hugging Face (`dllm models` lists them)"
+        )

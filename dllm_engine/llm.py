@@ -105,9 +105,9 @@ class LLM(vllm.LLM):
         for name in kwargs.keys() - known:
             raise ValueError(f"unknown argument {name!r}{did_you_mean(name, known)}")
         EngineOptions.parse(options)
+        check_device()
         # vLLM loads plugins later, but the check below needs the model's config class.
         register_or_raise()
-        check_device()
         check_start(model, kwargs)
         additional = kwargs.pop("additional_config", None) or {}
         if OPTIONS_KEY in additional:

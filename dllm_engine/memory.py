@@ -2,6 +2,7 @@
 model's config alone. Bytes of weights (but for unknown quantization) and pages are
 exact; activations are an estimate, which vLLM replaces by a measurement at start."""
 
+import re
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -84,6 +85,13 @@ class Deployment(BaseModel):
     """Memory for everything else: processes, CUDA context, libraries, communication. An
     assumption. None: 1GiB per GPU; 2GiB on a CPU, for the three processes of a server.
     """
+
+    @field_validator("gpu_memory", "overhead", mode="before")
+    @classmethod
+    def _is_size(cls, size: Any) -> Any:
+        if isinstance(size, str) and not re.fullmatch(r"\s*[\d.]+\s*\w*\s*", size):
+            raise ValueError("give a number and its unit, as in 80GiB")
+        return size
 
     @field_validator("gpu_memory", "overhead")
     @classmethod

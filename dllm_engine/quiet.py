@@ -116,6 +116,7 @@ def silence_alarms() -> None:
     if _states_what_to_log({}):
         return
     _set_filters(SILENCED)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read with PyTorch's import
     for message, category in _SILENCED_WARNINGS.items():
         warnings.filterwarnings("ignore", message, category)
 
@@ -161,7 +162,6 @@ def quiet_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         _set_filters({})
         return {}
     os.environ[_MARK] = _ANSWERS
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Python's resource tracker, which removes what an engine leaves when it ends.
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
     silence_alarms()

@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     if (args.prompt is None) == (args.input is None):
         raise ValueError("give either a PROMPT or --input FILE")
     if (args.input is None) != (args.output is None):
-        raise ValueError("--input and --output go together")
+        raise ValueError("--input and --output go together; give both, or a PROMPT")
     if args.input is None:
         return _answer_prompt(args)
     if args.suffix is not None or args.template is not None:

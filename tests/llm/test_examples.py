@@ -34,6 +34,17 @@ def test_an_example_answers(run, name):
     assert "Ida=07, Tom=48" in run(name)
 
 
+def test_the_tour_shows_all_that_it_announces(run):
+    printed = run("tour")
+    assert printed.count("took ") == 6
+    assert "→ Ida lives in Oslo." in printed
+    assert re.search("░.*\n", printed)  # a canvas with masks
+    assert "→ Oslo: Paris 0" in printed
+    assert "Ida=07" in printed
+    shared = int(re.search(r"(\d+) of \d+ tokens of the prompt came", printed)[1])
+    assert shared > 0
+
+
 def test_the_structured_output_example_prints_what_it_asked_for(run):
     printed = run("structured_output")
     assert re.search(r"regex: ' ?Max=[0-9]{2}, Tom=[0-9]{2}'", printed)
