@@ -99,7 +99,7 @@ class PageTables:
         block_start = state.spec.layout.block_start(progress.retained + alike)
         if block_start <= progress.retained:
             return shared
-        progress.retained = block_start
+        progress.retained = progress.num_shared = block_start
         return shared._replace(copied=following.pages)
 
     def reserve(

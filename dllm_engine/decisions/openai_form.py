@@ -50,8 +50,7 @@ _DEEPEST_JSON, _MOST_JSON_VALUES, _MOST_JSON_BYTES = 32, 10_000, 256 << 10
 
 def read_request(body: dict[str, Any]) -> tuple[list[Message], list[Question]]:
     """The input as messages, and the questions; raises ``QuestionError``."""
-    for name in body.keys() - _FIELDS:
-        raise QuestionError([name], f"Unknown parameter: '{name}'.")
+    _refuse_unknown(body, _FIELDS, [])
     identifier = _optional_text(body, "safety_identifier", 128)
     cache_key = _optional_text(body, "prompt_cache_key", 64)
     del identifier, cache_key  # for services that bill
@@ -81,8 +80,7 @@ def read_question(given: Any, place: list[str | int]) -> Question:
         )
     if kind != "predicate":
         known.add("choices" if kind == "choice" else "levels")
-    for name in given.keys() - known:
-        raise QuestionError([*place, name], f"Unknown parameter of a {kind}.")
+    _refuse_unknown(given, known, place)
     instructions = _content(
         given.get("instructions"), _PARTS["user"], [*place, "instructions"]
     )
@@ -242,9 +240,17 @@ def _object(
 ) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise QuestionError(place, "Expected an object.")
-    for name in given.keys() - (known or given.keys()):
-        raise QuestionError([*place, name], "Unknown parameter.")
+    if known is not None:
+        _refuse_unknown(given, known, place)
     return given
+
+
+def _refuse_unknown(
+    given: dict[str, Any], known: set[str], place: list[str | int]
+) -> None:
+    for name in given.keys() - known:
+        error = QuestionError([*place, name], "")
+        raise QuestionError(error.place, f"Unknown parameter: '{error.path}'.")
 
 
 def _optional_text(body: dict[str, Any], name: str, longest: int) -> str | None:

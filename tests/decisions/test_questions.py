@@ -87,6 +87,10 @@ CHOICE = {"type": "choice", "instructions": "", "choices": [{"value": "a"}]}
         ({"questions": [{"type": "predicate"}]}, "questions[0].instructions"),
         ({"questions": [{**CHOICE, "x": 1}]}, "questions[0].x"),
         ({"questions": [{**CHOICE, "choices": [{"value": 1}] * 2}]}, "].value"),
+        (
+            {"questions": [{**CHOICE, "choices": [{"value": "a", "x": 1}] * 2}]},
+            "questions[0].choices[0].x",
+        ),
         ({"questions": [{**CHOICE, "choices": [{"value": "a"}] * 2}]}, "choices"),
         ({"input": [{"role": "tool", "content": ""}]}, "input[0].role"),
         (
@@ -112,7 +116,9 @@ def test_openai_bodies_are_refused_where_they_are_wrong(change, path):
         body["questions"] = [{"type": "predicate", "instructions": "so?"}]
     with pytest.raises(QuestionError) as refused:
         openai_form.read_request(body)
-    assert refused.value.path.endswith(path)
+    error = refused.value
+    assert error.path.endswith(path)
+    assert "Unknown" not in error.message or f"'{error.path}'" in error.message
 
 
 def test_input_json_has_limits():
