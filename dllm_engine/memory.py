@@ -5,6 +5,7 @@ exact; activations are an estimate, which vLLM replaces by a measurement at star
 import re
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import (
@@ -22,6 +23,7 @@ from dllm_engine.checkpoints import load_config
 from dllm_engine.decoding.page_layout import PageKind, PoolGeometry, head_dim_of
 from dllm_engine.demo import model_path
 from dllm_engine.model_executor.head_chunks import rows_at_once
+from dllm_engine.model_executor.loading.files import ADAPTER_CONFIG, read_object
 from dllm_engine.model_executor.models.config_facts import stated_config
 from dllm_engine.model_executor.models.quantization import (
     FLOAT32_BYTES,
@@ -211,6 +213,7 @@ def plan(d: Deployment) -> Sizing:
     weights = weight_bytes(
         config, tp, dtype_bytes, d.quantization and QUANTIZATIONS[d.quantization]
     )
+    weights += draft_adapter_bytes(d.model, options, config, tp, dtype_bytes)
     guide_weights = sum(weight_bytes(guide, tp, dtype_bytes) for guide in guides)
     activations = max(
         activation_bytes(model, tp, dtype_bytes, rows, on_gpu=on_gpu)
@@ -460,6 +463,32 @@ def weight_bytes(
             total += number * quantization.matrix_bytes(hidden, 2 * width // tp)
             total += number * quantization.matrix_bytes(width // tp, hidden)
     return total
+
+
+def draft_adapter_bytes(
+    model: str,
+    options: EngineOptions,
+    config: Any,
+    tensor_parallel_size: int,
+    dtype_bytes: int,
+) -> int:
+    """Bytes on one rank of the adapter that drafts are computed with: all of what
+    follows the sum over ranks, and a share of what is before it.
+    """
+    if options.draft_lora is None:
+        return 0
+    folder = Path(model_path(model))
+    rank = config.family.draft_rank
+    if rank is not None and folder.is_dir():
+        rank = read_object(folder / options.draft_lora / ADAPTER_CONFIG).get("r")
+    if not isinstance(rank, int):
+        raise ValueError(
+            f"draft_lora={options.draft_lora!r}: {model} has no such adapter of drafts; "
+            f"leave it unset"
+        )
+    q, _ = _head_widths(config, tensor_parallel_size)
+    numbers: int = config.num_hidden_layers * rank * (q + config.hidden_size)
+    return numbers * dtype_bytes
 
 
 def activation_bytes(

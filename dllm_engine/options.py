@@ -319,6 +319,7 @@ class EngineOptions(BaseModel):
         return PoolGeometry(
             page_size=self.page_size,
             num_layers=hf_config.num_hidden_layers,
+            num_heads=hf_config.num_attention_heads // tensor_parallel_size,
             num_kv_heads=on_rank(hf_config.num_key_value_heads),
             head_dim=head_dim_of(hf_config),
             hidden_size=hf_config.hidden_size,

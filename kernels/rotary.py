@@ -8,7 +8,7 @@ base^(−2j/d), j < d/2:
     out_{j + d/2} = x_{j+d/2} · cos θ_j + x_j · sin θ_j
 
 In bfloat16, phases would be off by whole radians at positions in the thousands, which
-is why LLaDA sets ``rope_full_precision``.
+is why configs set ``rope_full_precision``.
 """
 
 import torch

@@ -9,7 +9,7 @@ With u_j the number of token j, the token
 
     argmax_j (l_j / T + g_j),   g_j = −log(−log u_j)
 
-is a draw from softmax(l / T): the Gumbel-max trick. LLaDA's argmax of exp(l_j) / (−log
+is a draw from softmax(l / T): the Gumbel-max trick. The argmax of exp(l_j) / (−log
 u_j)^T is the same token.
 
 Before that, top-p and top-k may leave the likeliest tokens alone.
@@ -131,7 +131,7 @@ def filtered_logits(
     logits: Tensor, temperature: float, top_p: float, top_k: int, forbidden_token: int
 ) -> Tensor:
     """Logits at a temperature, float32 ``[num_rows, vocab_size]``: the lowest finite
-    number where top-p, then top-k, leaves a token out (Dream's order). Rows with NaN,
+    number where top-p, then top-k, leaves a token out (in this order). Rows with NaN,
     or +∞, or −∞ alone are not numbers to draw from, and what is left out of them is not
     defined.
 

@@ -150,7 +150,7 @@ class TokenPredictor:
     ) -> TokenStatistics:
         """Predict a token for each row of ``hidden`` ``[num_rows, hidden_size]``.
 
-        Greedy where ``temperature`` is 0, else Gumbel-max sampling: LLaDA's argmax of
+        Greedy where ``temperature`` is 0, else Gumbel-max sampling: the argmax of
         exp(logits) / (-log u)^T is the argmax of logits + T · Gumbel noise.
 
         ``counters``: needed for sampling only.

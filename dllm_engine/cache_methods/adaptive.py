@@ -129,7 +129,9 @@ def live_start(spec: DecodingSpec) -> int:
 def feature_pages(spec: DecodingSpec, geometry: PoolGeometry) -> list[int]:
     """A layer that recomputes every live row in every step needs no features."""
     features = [
-        geometry.feature_pages(spec.layout.canvas_length - live_start(spec))
+        geometry.feature_pages(
+            spec.layout.canvas_length - live_start(spec), geometry.hidden_size
+        )
     ] * geometry.num_layers
     return (
         [0, *features[1:]] if AdaptiveOptions.of(spec).refresh_first_layer else features

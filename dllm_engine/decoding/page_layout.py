@@ -16,7 +16,7 @@ class PageKind:
     KV = "kv"
     """Keys and values, of this rank's KV heads."""
     FEATURES = "features"
-    """Rows of ``hidden_size`` activations."""
+    """Rows of activations."""
     GUIDE = "guide"
     """Keys and values of the guide model, of its KV heads of this rank."""
 
@@ -53,6 +53,7 @@ class PoolGeometry:
 
     page_size: int
     num_layers: int
+    num_heads: int
     num_kv_heads: int
     head_dim: int
     hidden_size: int
@@ -64,14 +65,16 @@ class PoolGeometry:
         """Pages that hold ``num_tokens`` of one layer, all heads of the rank."""
         return pages_for(num_tokens, self.page_size)
 
-    def feature_pages(self, num_rows: int) -> int:
-        """Pages that hold ``num_rows`` of one layer's features; raises ``ValueError``
-        where a page holds no row.
+    @property
+    def query_size(self) -> int:
+        """Numbers in a row's query, of the heads of the rank."""
+        return self.num_heads * self.head_dim
+
+    def feature_pages(self, num_rows: int, width: int) -> int:
+        """Pages that hold ``num_rows`` of so many features of one layer; raises
+        ``ValueError`` where a page holds no row.
         """
-        return pages_for(
-            num_rows,
-            self._per_page(self.hidden_size, f"row of {self.hidden_size} features"),
-        )
+        return pages_for(num_rows, self._per_page(width, f"row of {width} features"))
 
     def guide_pages(self, num_tokens: int) -> PageCounts:
         """Tables of the guide's K/V of a text; raises ``ValueError`` where a page holds

@@ -7,6 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 ScheduleKind = Literal["uniform", "timestep", "rounded"]
+KeysForm = Literal[
+    "dense", "olmo", "softmax_experts", "qwen3_experts", "grouped_experts"
+]
+"""Form of the keys of a config.json. ``dense``: transformers'. ``olmo``: OLMo's.
+``softmax_experts``, ``qwen3_experts``, ``grouped_experts``: transformers', with those of
+experts chosen by a softmax with a bias, by Qwen3-MoE's names, or in groups."""
 Attention = Literal["full", "block_causal", "causal"]
 """Attention of a position. ``full``: the whole canvas. ``block_causal``: its own block
 and the blocks before it, prompt included. ``causal``: itself and what is before, but
@@ -204,6 +210,9 @@ class ModelFamily:
     experts_by_block: bool = False
     """True if the rows of a block of ``default_block_length`` share experts, so that
     blocks have no other length; by the config."""
+    draft_rank: int | None = None
+    """Of the released LoRA adapters that drafts are computed with; None: there are none.
+    """
     strict_entropy_threshold: bool = False
     """True if a position at exactly ``entropy_threshold`` does not pass, and no
     position may pass, as in d3LLM's code for Dream."""
@@ -224,6 +233,7 @@ class ModelFamily:
     """
 
     # config.json
+    keys_form: KeysForm = "dense"
     key_names: Mapping[str, str] = field(default_factory=dict)
     """The family's own names of keys, by those of transformers."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -244,6 +254,9 @@ class ModelFamily:
     """Keys that say nothing about what the model computes."""
     turns_parts: bool = False
     """True if RoPE may turn a part of each head only."""
+    tokenizer_class: str | None = None
+    """Name in tokenizer_config.json of a class that is not transformers': Qwen2's
+    tokenizer."""
     template_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Arguments that the authors' code gives chat templates."""
     released_defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

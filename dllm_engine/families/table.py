@@ -45,6 +45,7 @@ LLADA = ModelFamily(
     ),
     shapes={"llada-8b": Shape({"mlp_hidden_size": 12_288, "embedding_size": 126_464})},
     names=LLADA_NAMES,
+    keys_form="olmo",
     key_names={
         "hidden_size": "d_model",
         "num_attention_heads": "n_heads",
@@ -94,6 +95,7 @@ LLADA_MOE = ModelFamily(
         "inclusionAI/LLaDA-MoE-7B-A1B-Instruct",
     ),
     shapes={"llada-moe-7b": Shape({"qk_layernorm": True})},
+    keys_form="softmax_experts",
     key_names={"intermediate_size": "dense_intermediate_size"},
     defaults={
         "vocab_size": 157_184,
@@ -142,6 +144,7 @@ DREAM = ModelFamily(
     qkv_bias=True,
     defaults=_sizes(152_064, 3584, 18_944, 28, 28, 131_072, 1_000_000.0),
     special_ids={"end_of_turn_token_id": 151_645},
+    tokenizer_class="DreamTokenizer",
     fixed={"attention_bias": (None, True)},
     without_effect=_WINDOW,
     base_prompts_have_bos=True,
@@ -197,6 +200,7 @@ SDAR_MOE = replace(
     model_type="sdar_moe",
     architecture="SDARMoeForCausalLM",
     checkpoints=("JetLM/SDAR-30B-A3B-Chat", "JetLM/SDAR-30B-A3B-Sci"),
+    keys_form="qwen3_experts",
     shapes={"sdar-30b": Shape({"head_dim": 128}, ("JetLM/SDAR-30B-A3B-Chat",))},
     defaults=_sizes(
         151_936, 2048, 6144, 48, 32, 32_768, 1_000_000.0, num_key_value_heads=4
@@ -220,6 +224,7 @@ LLADA2 = ModelFamily(
         name: {"threshold": 0.95, "edit_threshold": 0.9, "max_post_steps": 16}
         for name in _LLADA21
     },
+    keys_form="grouped_experts",
     key_names={"qk_layernorm": "use_qk_norm"},
     defaults=_sizes(
         157_184, 2048, 5120, 20, 16, 32_768, 600_000.0, partial_rotary_factor=0.5
@@ -391,6 +396,7 @@ OPEN_DCODER = replace(
     mask_token="<M>",
     defaults=A2D_QWEN2.defaults,
     special_ids={"mask_token_id": 151_665, "eos_token_id": 151_643},
+    tokenizer_class=None,
     base_prompts_have_bos=False,
     unsupported=(),
 )
@@ -482,6 +488,7 @@ NEMOTRON_LABS = ModelFamily(
     whole_blocks=False,
     seeds_blocks=True,
     scales_queries=True,
+    draft_rank=128,
     names=replace(
         TRANSFORMERS_NAMES,
         embedding="encoder.embed_tokens",

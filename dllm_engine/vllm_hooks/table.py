@@ -10,7 +10,7 @@ from dllm_engine.vllm_hooks.release import is_installed
 BESIDE = {
     "plugin.py": "model classes in ModelRegistry and MODELS_CONFIG_MAP; config classes "
     "in AutoConfig",
-    "model_executor/models/configs.py": "Dream's tokenizer in AutoTokenizer",
+    "model_executor/models/configs.py": "tokenizers of families in AutoTokenizer",
     "structured_output/tool_calls.py": "the server's tool parser in ToolParserManager, "
     "again, as a class of ours",
     "vllm_hooks/engine_config.py": "an engine's config: scheduler, worker and executor "

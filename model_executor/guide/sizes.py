@@ -1,8 +1,8 @@
 """Config and vocabulary of a guide model, read before it is loaded.
 
-Guides are Qwen2 and Llama models, in the diffusion models' own layers: Qwen2 is Dream's
-block, Llama is the same without biases, and their checkpoints name tensors as Dream's
-do. ``Guide`` makes attention causal.
+Guides are Qwen2 and Llama models, in the diffusion models' own layers: Qwen2's block,
+or the same without biases, under transformers' names of tensors. ``Guide`` makes
+attention causal.
 """
 
 from collections.abc import Mapping

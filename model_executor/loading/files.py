@@ -34,6 +34,7 @@ FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 """Types of weights that are not quantized, as safetensors names them."""
 _INDEX = "model.safetensors.index.json"
 _GENERATION = "generation_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 _OBJECTS = (
     "config.json",
     _GENERATION,

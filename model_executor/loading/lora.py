@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from vllm.config import VllmConfig
 
 from dllm_engine.model_executor.loading.files import (
+    ADAPTER_CONFIG,
     FLOAT_TYPES,
     check_content,
     check_safetensors,
@@ -27,7 +28,6 @@ from dllm_engine.model_executor.loading.files import (
 from dllm_engine.model_executor.loading.module_patterns import ModulePatterns
 from dllm_engine.text import explain, shortened
 
-CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
 _REFUSED = (
@@ -80,10 +80,10 @@ class LoraAdapter:
                 f"{option}={folder!r} is no folder; download the adapter and name its "
                 f"folder"
             )
-        for name in (CONFIG, WEIGHTS):
+        for name in (ADAPTER_CONFIG, WEIGHTS):
             check_content(self.folder / name)
         self.ranks: dict[str, int] = {}
-        self.scales = self._read_scales(_read_config(self.folder / CONFIG))
+        self.scales = self._read_scales(_read_config(self.folder / ADAPTER_CONFIG))
         """Both by the name of the weight's tensor in the checkpoint."""
 
     def check(self, names: Collection[str]) -> None:
@@ -178,7 +178,7 @@ class LoraAdapter:
             raise ValueError(
                 f"{path} holds no tensors of the kind '….lora_A.weight'; save it again"
             )
-        scales = _Scales(self.folder / CONFIG, config)
+        scales = _Scales(self.folder / ADAPTER_CONFIG, config)
         self.ranks = {f"{module}.weight": rank for module, rank in ranks["A"].items()}
         return {
             f"{module}.weight": scales.scale(module, rank)
@@ -204,7 +204,7 @@ class DraftAdapter(LoraAdapter):
             str(Path(vllm_config.model_config.model) / folder), "draft_lora"
         )
         family = config.family
-        if family.attention != "causal":
+        if family.draft_rank is None:
             raise ValueError(
                 f"draft_lora={folder!r}: {family.name} drafts nothing; leave it unset"
             )

@@ -165,7 +165,7 @@ def _locate(
         }
         return f"{ours.get(module, module)}.{kind}", None
     layer, inner = match.groups()
-    if kind == "expert_bias":  # of the MLP in LLaDA-MoE, of its router in LLaDA2
+    if kind == "expert_bias":  # of the MLP, or of its router
         return f"layers.{layer}.mlp.expert_bias", None
     part, shard = in_layer.get(inner, (inner, None))
     # vLLM's parameters for all experts are called w13_weight and the like.

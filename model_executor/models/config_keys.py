@@ -19,15 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from dllm_engine.families import (
-    FAMILIES,
-    LLADA,
-    LLADA2,
-    LLADA_MOE,
-    SDAR_MOE,
-    ExpertShape,
-    ModelFamily,
-)
+from dllm_engine.families import FAMILIES, ExpertShape, KeysForm, ModelFamily
 from dllm_engine.model_executor.loading.files import TokenIds
 from dllm_engine.model_executor.models.rope_keys import (
     Rope,
@@ -272,8 +264,8 @@ class CheckpointKeys(BaseModel):
         return keys
 
 
-class LLaDAKeys(CheckpointKeys):
-    """Keys by LLaDA's own names."""
+class OlmoKeys(CheckpointKeys):
+    """Keys by OLMo's names."""
 
     d_model: Size = 4096
     n_heads: Size = 32
@@ -299,7 +291,7 @@ class LLaDAKeys(CheckpointKeys):
 
 
 class TransformersKeys(CheckpointKeys):
-    """Keys of all other families, by the names that transformers gives them."""
+    """Keys by the names that transformers gives them."""
 
     hidden_size: Size
     num_hidden_layers: Layers
@@ -327,8 +319,8 @@ class DenseKeys(TransformersKeys):
     intermediate_size: Size
 
 
-class LLaDAMoEKeys(TransformersKeys):
-    """LLaDA-MoE's experts."""
+class SoftmaxExpertKeys(TransformersKeys):
+    """Experts chosen by a softmax of the router's logits, which may have a bias."""
 
     qk_layernorm: bool | None = None
     num_experts: Size = 64
@@ -369,8 +361,8 @@ class LLaDAMoEKeys(TransformersKeys):
         return self
 
 
-class SDARMoeKeys(DenseKeys):
-    """SDAR-MoE's experts, by Qwen3-MoE's keys."""
+class Qwen3ExpertKeys(DenseKeys):
+    """Experts by Qwen3-MoE's keys."""
 
     num_experts: Size = 128
     num_experts_per_tok: Size = 8
@@ -397,8 +389,8 @@ class SDARMoeKeys(DenseKeys):
         )
 
 
-class LLaDA2Keys(DenseKeys):
-    """LLaDA2's experts, and RoPE on a part of each head."""
+class GroupedExpertKeys(DenseKeys):
+    """Experts in groups, and RoPE on a part of each head."""
 
     rotary_dim: Size | None = None
     use_qk_norm: bool = True
@@ -453,11 +445,12 @@ class LLaDA2Keys(DenseKeys):
         return self
 
 
-_OWN_KEYS: dict[str, type[CheckpointKeys]] = {
-    LLADA.architecture: LLaDAKeys,
-    LLADA_MOE.architecture: LLaDAMoEKeys,
-    SDAR_MOE.architecture: SDARMoeKeys,
-    LLADA2.architecture: LLaDA2Keys,
+_FORMS: dict[KeysForm, type[CheckpointKeys]] = {
+    "dense": DenseKeys,
+    "olmo": OlmoKeys,
+    "softmax_experts": SoftmaxExpertKeys,
+    "qwen3_experts": Qwen3ExpertKeys,
+    "grouped_experts": GroupedExpertKeys,
 }
 
 
@@ -465,7 +458,7 @@ def keys_of(family: ModelFamily) -> type[CheckpointKeys]:
     """The keys of a family's configs, with what its row in the table of families says
     of them.
     """
-    base = _OWN_KEYS.get(family.architecture, DenseKeys)
+    base = _FORMS[family.keys_form]
     types = get_type_hints(base, include_extras=True)
     fields: dict[str, Any] = {
         name: (types[name], value) for name, value in family.defaults.items()

@@ -13,7 +13,6 @@ from transformers import (
 )
 
 from dllm_engine.families import (
-    DREAM,
     FAMILIES,
     ModelFamily,
 )
@@ -171,9 +170,6 @@ CONFIG_CLASSES = {
     architecture: config_class_for(family, SCHEMAS[architecture])
     for architecture, family in FAMILIES.items()
 }
-globals().update(
-    {config.__name__: config for config in CONFIG_CLASSES.values()}
-)  # where pickle looks them up
 
 
 def _shared_class(others: type[PretrainedConfig]) -> type[PretrainedConfig]:
@@ -209,19 +205,30 @@ def registered_classes() -> dict[str, type[PretrainedConfig]]:
     return first | shared
 
 
-class DreamTokenizer(Qwen2Tokenizer):
-    """Qwen2's tokenizer with the special tokens of Dream's files, under the name in
-    Dream's tokenizer_config.json.
-    """
+TOKENIZER_CLASSES: dict[str, type[Qwen2Tokenizer]] = {
+    architecture: type(
+        family.tokenizer_class, (Qwen2Tokenizer,), {"__module__": __name__}
+    )
+    for architecture, family in FAMILIES.items()
+    if family.tokenizer_class is not None
+}
+"""Qwen2's tokenizer under the names in tokenizer_config.json, by the architecture."""
+globals().update(
+    {
+        own.__name__: own
+        for own in [*CONFIG_CLASSES.values(), *TOKENIZER_CLASSES.values()]
+    }
+)  # where pickle looks them up
 
 
 def register_tokenizers() -> None:
-    """Make ``AutoTokenizer`` use the class above. Idempotent."""
-    AutoTokenizer.register(
-        CONFIG_CLASSES[DREAM.architecture],
-        tokenizer_class=DreamTokenizer,
-        exist_ok=True,
-    )
+    """Make ``AutoTokenizer`` use the classes above. Idempotent."""
+    for architecture, tokenizer_class in TOKENIZER_CLASSES.items():
+        AutoTokenizer.register(
+            CONFIG_CLASSES[architecture],
+            tokenizer_class=tokenizer_class,
+            exist_ok=True,
+        )
 
 
 def config_class_of(values: Mapping[str, Any]) -> type[Config] | None:

@@ -1,11 +1,10 @@
 """The transformer every supported diffusion model is made of: pre-norm, RoPE, gated
 MLP.
 
-LLaDA's block is Llama's, Dream's Qwen2's, SDAR's Qwen3's, and LLaDA-MoE, SDAR-MoE and
-LLaDA2 have experts; they differ in what their configs and the table of families say. A
-layer exposes its *parts*. It has no ``forward``: the loop over the layers belongs to a
-layer pass (``model_executor/passes/base.py``), which may change the rows between and
-inside layers.
+Blocks are Llama's, Qwen2's or Qwen3's, some with experts; families differ in what their
+configs and rows of the table of families say. A layer exposes its *parts*. It has no
+``forward``: the loop over the layers belongs to a layer pass
+(``model_executor/passes/base.py``), which may change the rows between and inside layers.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -119,7 +119,7 @@ class ExpertMLP(nn.Module):
         return self.experts(normed, self._router_logits(normed))
 
     def _router_logits(self, normed: torch.Tensor) -> torch.Tensor:
-        """``[num_rows, num_experts]``. In the groups of LLaDA2 experts may be 4e-6
+        """``[num_rows, num_experts]``. In groups, experts may be 4e-6
         apart, which half precision would not tell: float32 logits of weights in the
         model's type, as in its code."""
         if self.shape.num_groups and normed.is_cuda and normed.dtype != torch.float32:
@@ -135,9 +135,8 @@ class ExpertMLP(nn.Module):
         renormalize: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights (float32) and experts of each row, ``[num_rows, topk]``, from the
-        router's logits ``[num_rows, num_experts]``. LLaDA-MoE neither makes the weights
-        sum to 1 nor takes the bias off them again; SDAR-MoE, which has no bias, does
-        the former, and LLaDA2 both."""
+        router's logits ``[num_rows, num_experts]``. Weights sum to 1 where the shape
+        renormalizes them, and the bias is part of them unless experts are in groups."""
         if gating_output.is_cuda and hasattr(torch.ops._moe_C, "topk_softmax"):
             if self.shape.num_groups and not self.shape.capacity:
                 bias = (

@@ -124,6 +124,24 @@ def test_weights_are_the_checkpoints_with_a_padded_vocabulary(
     )
 
 
+def test_the_adapter_of_drafts_is_among_the_weights(reference_checkpoints):
+    model = reference_checkpoints / "nemotron-labs-diffusion-spec-tiny-a"
+    adapter = load_file(model / "linear_spec_lora" / "adapter_model.safetensors")
+
+    def weights(name: str, **cache_options: Any) -> int:
+        options = EngineOptions(cache_method="block", cache_options=cache_options)
+        deployment = Deployment(model=name, prompt=64, response=32, options=options)
+        return plan(deployment).weight_bytes
+
+    drafts = weights(str(model), draft_lora="linear_spec_lora") - weights(str(model))
+    assert drafts == 2 * sum(tensor.numel() for tensor in adapter.values())
+    released = "nvidia/Nemotron-Labs-Diffusion-8B"
+    drafts = weights(released, draft_lora="linear_spec_lora") - weights(released)
+    assert drafts == 2 * 34 * 128 * (4096 + 4096)
+    with pytest.raises(ValueError, match="JetLM/SDAR-8B-Chat has no such adapter"):
+        weights("JetLM/SDAR-8B-Chat", draft_lora="linear_spec_lora")
+
+
 def most_bytes(run) -> int:
     """That ``run`` holds at once."""
     with torch.profiler.profile(

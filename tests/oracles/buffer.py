@@ -53,6 +53,17 @@ class Buffer:
             self.queries.append(q)
         return self.logits(x, rows)
 
+    def store(self, first: int, end: int) -> torch.Tensor:
+        """Compute whole blocks that attention goes by, each of which sees itself and
+        those before it; logits of the last.
+        """
+        run, logits = self.run, torch.empty(0)
+        while first < end:
+            length = run.block_length - (first + run.lead) % run.block_length
+            logits = self.forward(range(first, first + length), range(first + length))
+            first += length
+        return logits
+
     def logits(self, x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """Raw logits ``[canvas, vocabulary]``, NaN where there is no row."""
         logits = torch.full((self.run.length, len(self.model.head)), math.nan)

@@ -67,21 +67,38 @@ def plain_none(run: Decoding) -> None:
     for _ in run.passes():
         seen = run.seen
         if run.by_blocks:
-            logits = run.model.logits(run.canvas[: len(seen)], run.block_length)
+            logits, seen = run.logits_by_blocks(), list(range(run.attended[1]))
         else:
             logits = buffer.forward(seen, seen)
         run.fill(logits, seen)
 
 
-def plain_block(run: Decoding) -> None:
+def plain_block(run: Decoding, *, sub_block_cache: bool = False) -> None:
+    if sub_block_cache:
+        in_parts(run)
+        return
     kept = 0
-    for step in run.passes():
-        start = run.window[0] - run.window[0] % run.block_length
-        stop = run.window[1]
-        run.fill(
-            run.model.logits(run.canvas[:stop], run.block_length),
-            range(start if step else kept, stop),
-        )
+    for _ in run.passes():
+        run.fill(run.logits_by_blocks(), run.seen[kept:])
+        kept, _ = run.attended
+
+
+def in_parts(run: Decoding) -> None:
+    """Fast-dLLM v2's block cache: a pass computes a part of the running block alone once
+    the block has been computed and the first position of the part is known."""
+    buffer, kept, computed = Buffer(run), 0, -1
+    for _ in run.passes():
+        start, stop = run.attended
+        rows = list(range(start, stop))
+        if computed == start and not run.masked(run.window[0], run.window[0] + 1):
+            rows = list(range(*run.window))
+        finished = list(range(kept, start))
+        logits = buffer.store(kept, start)
+        if run.is_seeded:
+            rows = []
+        else:
+            logits, computed = buffer.forward(rows, range(stop)), start
+        run.fill(logits, [*finished, *rows])
         kept = start
 
 

@@ -16,6 +16,7 @@ from tests.oracles import (
 )
 from tests.oracles.decoding import Decoding
 from tests.oracles.models import PlainModel
+from tests.oracles.rounds import plain_rounds
 
 METHODS: dict[str, Callable[..., None]] = {
     name.removeprefix("plain_"): plain
@@ -39,6 +40,12 @@ def decode(
     assert asked.pop("ignore_eos", True), "plain responses are whole"
     if "retention_ratio" in asked:
         options["retention_ratio"] = asked.pop("retention_ratio")
-    run = Decoding(model, prompt, **asked)
+    decoding = asked.pop("decoding", "diffusion")
+    model.draft_with(options.pop("draft_lora", None))
+    run = Decoding(model, prompt, **({"block_length": 1} | asked))
+    if decoding != "diffusion":
+        length = run.block_length if decoding == "self_speculation" else 1
+        plain_rounds(run, length, keeps=cache_method != "none")
+        return run
     METHODS[cache_method](run, **options)
     return run

@@ -17,6 +17,9 @@ is what the code does not show at once:
   confidence is that of this token, and a margin what it is ahead of the best other by.
   It takes what has a logit of −∞ where nothing else is accepted, but no end token
   before ``min_tokens``.
+* Seeds (Fast-dLLM v2, Nemotron-Labs-Diffusion): where a block begins behind another,
+  its first position is filled alone, whatever the rule, from the last row before it, in
+  a pass that sees no row of the block.
 """
 
 import math
@@ -24,7 +27,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -112,6 +115,20 @@ def dream_share(steps: int, step: int) -> torch.Tensor:
     return 1 - t[step + 1] / t[step]
 
 
+def rounded_counts(masks: int, steps: int) -> list[int]:
+    """What dLLM's schedule fills in each step, but for steps that would fill nothing:
+    the share of what is left by the time that is left, in float32 until it is rounded.
+    """
+    counts = []
+    times = torch.arange(steps, -1, -1, dtype=torch.float64).div(steps).float()
+    alphas = 1 - times
+    for before, after in pairwise(alphas):
+        share = 1 - (1 - after) / (1 - before)
+        count = round(float((masks - sum(counts)) * share.double()))
+        counts.append(min(count, masks - sum(counts)))
+    return [count for count in counts if count]
+
+
 @dataclass
 class Decoding:
     """The canvas of one request and what has been done to it."""
@@ -120,6 +137,8 @@ class Decoding:
     prompt: list[int]
     gen_length: int
     block_length: int
+    sub_block_length: int | None = None
+    """Of the parts of a block that are filled one after the other."""
     steps: int | None = None
     steps_per_block: int | None = None
     tokens_per_step: int | None = None
@@ -177,6 +196,11 @@ class Decoding:
     """The running blocks before that; empty if no block has joined."""
     steps_before: int = 0
     """The passes of these."""
+    in_rounds: bool = False
+    """Whether rounds take the place of blocks; random numbers are the same in all
+    passes."""
+    verifies: bool = False
+    """Whether a pass predicts all positions from the rows before."""
     window_alone: bool = False
     """Whether later passes of a window feed no row before it."""
     fills_computed: bool = False
@@ -190,8 +214,10 @@ class Decoding:
         self.by_blocks = self.model.block_length is not None
         start = before = len(self.prompt)
         behind = 0
+        self.lead = -start % self.block_length if self.model.counts_back else 0
+        part = self.sub_block_length or self.block_length
         if self.by_blocks:
-            before -= before % self.block_length
+            before -= (before + self.lead) % part
             self.early_stop = False
             behind = (
                 -(start + self.gen_length) % self.block_length
@@ -211,8 +237,8 @@ class Decoding:
         self.canvas += [self.model.mask] * behind
         self.length = len(self.canvas)
         self.blocks = [
-            (max(s, start), min(s + self.block_length, self.length))
-            for s in range(before, self.length, self.block_length)
+            (max(s, start), min(s + part, self.length))
+            for s in range(before, self.length, part)
         ]
         if self.unmasking in ("entropy", "topk_margin"):
             self.threshold = None
@@ -221,6 +247,8 @@ class Decoding:
             self.slow_fast = (
                 SLOW_FAST_OF_DREAM if self.model.is_dream else SLOW_FAST
             ) | self.slow_fast
+        self.takes_back = self.unmasking == "p2"
+        """Whether decided tokens become masks again where they are the least certain."""
         self.unscheduled = (
             self.block_add_threshold is not None or self.slow_fast is not None
         )
@@ -257,7 +285,7 @@ class Decoding:
         if self.entropy_budget is not None:
             self.steps_per_block = None
         if self.steps_per_block:
-            sizes = [self.block_length] * len(sizes) if whole else sizes
+            sizes = [part] * len(sizes) if whole else sizes
             self.masks_of = sizes if whole else self.masks_of
             self.steps_of = [min(self.steps_per_block, size) for size in sizes]
         if self.tokens_per_step:
@@ -273,6 +301,11 @@ class Decoding:
         return tokens[: ends[0] + 1] if ends else tokens
 
     @property
+    def forward(self) -> int:
+        """The number of the pass that random numbers are drawn for."""
+        return 0 if self.in_rounds else len(self.order)
+
+    @property
     def draws_tempered(self) -> bool:
         """Whether temperature and filters make a distribution of their own, as in
         Dream's code.
@@ -285,10 +318,37 @@ class Decoding:
         return self.blocks[self.running[0]][0], self.blocks[self.running[-1]][1]
 
     @property
+    def attended(self) -> tuple[int, int]:
+        """First canvas position of the block of the window that attention goes by, and
+        the one behind it.
+        """
+        first = self.window[0]
+        start = first - (first + self.lead) % self.block_length
+        return start, min(start + self.block_length, self.length)
+
+    @property
+    def is_seeded(self) -> bool:
+        """Whether the pass fills the first position of a block from the row before."""
+        begins = self.attended[0] == self.window[0]
+        seeds = self.model.seeds_blocks and not self.in_rounds
+        return seeds and self.step == 0 and begins
+
+    def logits_by_blocks(self) -> torch.Tensor:
+        """Raw logits of what a pass sees, where attention goes by blocks."""
+        start, _ = self.attended
+        return self.model.logits(
+            self.canvas[: len(self.seen)],
+            self.block_length,
+            self.lead,
+            start if self.model.is_causal else 0,
+        )
+
+    @property
     def seen(self) -> list[int]:
         """The canvas positions that exist for a pass of this window."""
         if self.by_blocks:
-            return list(range(self.window[1]))
+            start, stop = self.attended
+            return list(range(start if self.is_seeded else stop))
         blocks = len(self.blocks) if self.suffix_blocks is None else self.suffix_blocks
         return list(
             range(
@@ -301,7 +361,9 @@ class Decoding:
         done.
         """
         last = len(self.blocks) - 1
-        while self.model.mask in self.tokens:
+        while self.model.mask in self.tokens or (
+            self.takes_back and self.masked(*self.window)
+        ):
             if self.early_stop and self.tokens[-1] in self.stop_token_ids:
                 end = len(self.prompt) + len(self.tokens) - 1
                 self.canvas[end:] = [self.canvas[end]] * (self.length - end)
@@ -379,8 +441,12 @@ class Decoding:
         return latest[-1] if stable else None
 
     def candidates(self) -> list[int]:
-        """Masked positions that the running pass may fill."""
-        return self.masked(*(self.may_fill or self.window))
+        """Positions that the running pass may fill, or fill again."""
+        first, end = self.may_fill or self.window
+        if self.takes_back:
+            start = len(self.prompt)
+            return [p for p in range(first, end) if self.template[p - start] is None]
+        return self.masked(first, end)
 
     def next_joins(self) -> bool:
         first, end = self.blocks[self.running[-1]]
@@ -429,7 +495,7 @@ class Decoding:
     def predict(self, logits: torch.Tensor, fed: Sequence[int]) -> None:
         self.computed.append(list(fed))
         self.logits = logits
-        self.alone = self.begins_alone()
+        self.alone = self.is_seeded or self.begins_alone()
         self.predicted = self.candidates()
         if self.alone and not self.fills_computed:
             self.predicted = [self.window[0]]
@@ -456,10 +522,16 @@ class Decoding:
         """Unmask some of the positions that were predicted."""
         if self.watches:
             self.watch()
+        if self.is_seeded:
+            self.commit([self.measure(self.window[0], self.unmasking)])
+            return
         scored = [self.score(p) for p in self.predicted]
         scored = [entry for entry in scored if entry.confidence > -math.inf]
         scored.sort(key=lambda s: (-s.confidence, s.position))
         num_masked = len(self.candidates())
+        if self.takes_back:
+            self.keep_most_confident(scored)
+            return
         if self.unmasking == "origin" and not self.alone:
             self.commit(
                 [entry for entry in scored if entry.confidence < self.ratio(num_masked)]
@@ -485,6 +557,25 @@ class Decoding:
                 self.decide_between(inside, 1)
                 chosen.append(inside[0])
         self.commit(chosen)
+
+    def keep_most_confident(self, scored: list[Scored]) -> None:
+        """Fill masks among the most confident, and take back the others."""
+        masks = self.masks_of[self.running[0]]
+        steps = self.steps_of[self.running[0]]
+        share = torch.tensor(1 - (self.step + 1) / steps, dtype=torch.float32)
+        left = int(masks * share)
+        count = len(scored) - left
+        self.decide_between(scored, count)
+        taken_back = []
+        for entry in sorted(scored[count:], key=lambda entry: entry.position):
+            token = self.canvas[entry.position]
+            if token != self.model.mask:
+                taken_back.append((entry.position, token))
+                self.canvas[entry.position] = self.model.mask
+        remasked = self.traces.setdefault("remasked_per_step", [])
+        remasked.append(taken_back)
+        masked = self.masked(*self.window)
+        self.commit([entry for entry in scored[:count] if entry.position in masked])
 
     def decide_between(self, scored: list[Scored], count: int) -> None:
         if 0 < count < len(scored) and not all(
@@ -529,7 +620,11 @@ class Decoding:
             return num_masked
         if self.dream_sampler:
             return int(num_masked * dream_share(steps, self.step))
-        count, rest = divmod(self.masks_of[self.running[0]], steps)
+        masks = self.masks_of[self.running[0]]
+        if self.model.rounds and not self.takes_back:
+            counts = rounded_counts(masks, steps)
+            return counts[self.step] if self.step < len(counts) else num_masked
+        count, rest = divmod(masks, steps)
         return count + (self.step < rest)
 
     def begins_alone(self) -> bool:
@@ -545,6 +640,7 @@ class Decoding:
         )
         return (
             self.begins_masked()
+            and not self.takes_back
             and in_blocks
             and several_passes
             and not self.unscheduled
@@ -642,7 +738,7 @@ class Decoding:
             return scored._replace(confidence=-math.inf)
         weight = self.prior[position - len(self.prompt)] if self.prior else 1.0
         noise = (
-            -math.log(-math.log(self.order_noise(len(self.order), position)))
+            -math.log(-math.log(self.order_noise(self.forward, position)))
             if self.alg_temp
             else 0.0
         )
@@ -670,13 +766,12 @@ class Decoding:
         plain, p = untempered.softmax(-1), row.softmax(-1)
         top = p.topk(2).values
         noise = (
-            self.order_noise(len(self.order), position)
-            if self.order_noise
-            else math.nan
+            self.order_noise(self.forward, position) if self.order_noise else math.nan
         )
         confidence: Any = {
             "low_confidence": plain[token],
             "maskgit_plus": p[token],
+            "p2": p[token],
             "topk_margin": top[0] - top[1]
             if held is None or p[token] == top[0]
             else p[token] - top[0],
@@ -700,7 +795,8 @@ class Decoding:
 
     def row(self, position: int) -> torch.Tensor:
         """The logits that predict a position."""
-        row = self.logits[max(position - self.model.is_dream, 0)].clone()
+        shift = self.verifies or self.is_seeded or self.model.shifts
+        row = self.logits[max(position - shift, 0)].clone()
         for token, number in self.logit_bias.items():
             row[token] += number
         if position < self.last_given:
@@ -719,7 +815,7 @@ class Decoding:
             )  # such rows are tempered already
             score = (
                 score
-                - temperature * (-self.uniform(len(self.order), position).log()).log()
+                - temperature * (-self.uniform(self.forward, position).log()).log()
             )
             score[self.model.mask] = -math.inf
         return score
@@ -751,7 +847,8 @@ class Decoding:
         elif self.entropy_budget is not None:
             values, bound, strict = list(accumulate(doubts)), self.entropy_budget, True
         elif self.entropy_threshold is not None:
-            values, bound, strict = doubts, self.entropy_threshold, self.model.is_dream
+            values, bound = doubts, self.entropy_threshold
+            strict = self.model.exceeds_entropy
         elif self.slow_fast is not None:
             values, bound, strict = doubts, -self.passing, False
         elif self.threshold is not None:
@@ -767,7 +864,7 @@ class Decoding:
         ]
         if passing and len(passing) >= self.enough:
             return max(passing)
-        none = self.model.is_dream and self.entropy_threshold is not None
+        none = self.model.exceeds_entropy and self.entropy_threshold is not None
         return 0 if none else min(1, len(scored))
 
     def _filtered(self, row: torch.Tensor) -> torch.Tensor:

@@ -37,16 +37,12 @@ class PlainFocus:
     def decode(self) -> None:
         run, stored = self.run, 0
         for step in run.passes():
-            length = run.block_length
-            start = run.window[0] // length * length
-            stop = run.window[1]
+            start, stop = run.attended
             masked = run.masked(start, stop)
             finished = range(0)
             if step == 0:
                 finished = range(stored, start)
-                for first in range(stored, start, length):
-                    block = range(first, first + length)
-                    self.buffer.forward(block, range(block.stop))
+                self.buffer.store(stored, start)
                 stored, fed = start, list(range(start, stop))
                 self.processed = set()
                 filled: list[int] = []

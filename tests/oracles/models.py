@@ -7,7 +7,7 @@ Written from the papers' description of the models.
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,14 @@ LLADA2_PARTS = {
     },
 }
 """Those that LLaDA2 names otherwise."""
+SAMPLED_AS_DREAM = ("DreamModel", "OpenDcoderForCausalLM", "Qwen2ForCausalLM")
+"""Architectures. Open-dLLM's checkpoints state the last."""
+OTHER_BLOCK_SIZES = {
+    "LLaDA2MoeModelLM": 32,
+    "Fast_dLLM_QwenForCausalLM": 32,
+    "NemotronLabsDiffusionModel": 32,
+}
+"""Of blocks that a config does not state, by architecture."""
 
 
 @dataclass
@@ -73,6 +81,7 @@ def rope_speeds(
         **(config.get("rope_scaling") or {}),
         **(config.get("rope_parameters") or {}),
     }
+    rope.pop("llama_4_scaling_beta", None)
     kind = rope.get("rope_type", rope.get("type", "default"))
     base = float(rope.get("rope_theta") or config["rope_theta"])
     if kind == "default":
@@ -85,10 +94,17 @@ def rope_speeds(
     return ROPE_INIT_FUNCTIONS[kind](own, torch.device("cpu"), seq_len=longest)
 
 
-def attention_weights(q: torch.Tensor, keys: torch.Tensor, head: int) -> torch.Tensor:
-    """How much each row of queries attends to each key, in one head."""
+def attention_weights(
+    q: torch.Tensor, keys: torch.Tensor, head: int, ends: Sequence[int] | None = None
+) -> torch.Tensor:
+    """How much each row of queries attends to each key, in one head. ``ends``: what each
+    row sees ends before it."""
     k = keys[:, head * keys.shape[1] // q.shape[1]]
-    return (q[:, head] @ k.T / math.sqrt(q.shape[-1])).softmax(-1)
+    scores = q[:, head] @ k.T / math.sqrt(q.shape[-1])
+    if ends is not None:
+        unseen = torch.arange(len(k)) >= torch.tensor(ends)[:, None]
+        scores = scores.masked_fill(unseen, -math.inf)
+    return scores.softmax(-1)
 
 
 class PlainModel:
@@ -97,17 +113,39 @@ class PlainModel:
     def __init__(self, folder: Path, longest: int = 0) -> None:
         """``longest``: the longest sequence that it is served for."""
         c = self.config = json.loads((folder / "config.json").read_text())
-        self.longest = longest
+        self.folder, self.longest = folder, longest
         tensors: dict[str, torch.Tensor] = {}
         for file in sorted(folder.glob("*.safetensors")):
             tensors.update(
                 {name: tensor.float() for name, tensor in load_file(file).items()}
             )
-        self.is_dream = c["architectures"] == ["DreamModel"]
-        is_llada2 = c["model_type"] == "llada2_moe"
-        self.block_length: int | None = c.get("block_size", 32 if is_llada2 else None)
+        (architecture,) = c["architectures"]
+        self.is_dream = architecture in SAMPLED_AS_DREAM
+        """Whether it is decoded by Dream's sampler."""
+        self.exceeds_entropy = architecture == "DreamModel"
+        """Whether ``entropy_threshold`` itself is too much, and may let nothing pass."""
+        self.seeds_blocks = architecture in (
+            "Fast_dLLM_QwenForCausalLM",
+            "NemotronLabsDiffusionModel",
+        )
+        """Whether a pass of its own predicts the first position of a block."""
+        self.shifts = self.is_dream or architecture == "Fast_dLLM_QwenForCausalLM"
+        """Whether rows predict the position behind them."""
+        self.is_causal = architecture == "NemotronLabsDiffusionModel"
+        """Whether only rows of the running block see what is behind them."""
+        is_a2d = architecture.startswith("A2D")
+        by_blocks = is_a2d and "bd3lm" in (c.get("kind"), *folder.name.split("-"))
+        self.rounds = is_a2d
+        """Whether the counts of steps are rounded shares of what is left."""
+        self.counts_back = by_blocks or self.is_causal
+        """Whether blocks are counted from the response's first position."""
+        default = 32 if by_blocks else OTHER_BLOCK_SIZES.get(architecture)
+        self.block_length: int | None = c.get("block_size", c.get("bd_size", default))
         """Of the blocks that attention goes by."""
-        self.whole_blocks = c["architectures"] != ["StableDiffcoderForCausalLM"]
+        self.whole_blocks = not self.counts_back and (
+            architecture != "StableDiffcoderForCausalLM"
+        )
+        is_llada2 = c["model_type"] == "llada2_moe"
         self.mask = c["mask_token_id"]
         self.end_tokens: Sequence[int] = (c["eos_token_id"],)
         self.turn_ends: Sequence[int] = ()
@@ -119,6 +157,9 @@ class PlainModel:
             )
             embedding = "model.word_embeddings" if is_llada2 else "model.embed_tokens"
             norm, head, layer = "model.norm", "lm_head", "model.layers.{}."
+            if self.is_causal:
+                embedding, norm = "encoder.embed_tokens", "encoder.norm"
+                head, layer = "diffusion_head", "encoder.layers.{}."
         else:
             self.heads, self.kv_heads, num_layers = (
                 c[f"n_{name}"] for name in ("heads", "kv_heads", "layers")
@@ -164,6 +205,27 @@ class PlainModel:
                 tensors.get(f"{prefix}mlp.gate.expert_bias", 0.0),
             )
             self.layers.append(Layer(weights, biases, bias))
+        self.draft_layers = self.layers
+        """Those of rows that draft."""
+
+    def draft_with(self, name: str | None) -> None:
+        """Give rows that draft the update of a LoRA adapter in the model's folder; None:
+        no update.
+        """
+        if name is None:
+            self.draft_layers = self.layers
+            return
+        adapter = self.folder / name
+        config = json.loads((adapter / "adapter_config.json").read_text())
+        tensors = load_file(adapter / "adapter_model.safetensors")
+        self.draft_layers = []
+        for i, layer in enumerate(self.layers):
+            name = f"base_model.model.encoder.layers.{i}.self_attn.o_proj.lora_"
+            a, b = (tensors[f"{name}{part}.weight"].float() for part in "AB")
+            out = layer.weights["out"] + config["lora_alpha"] / config["r"] * b @ a
+            self.draft_layers.append(
+                replace(layer, weights={**layer.weights, "out": out})
+            )
 
     def embed(self, ids: Sequence[int]) -> torch.Tensor:
         return self.embedding[torch.tensor(ids)]
@@ -188,7 +250,17 @@ class PlainModel:
         if "q_norm" in layer.weights:
             q = self._rms_norm(q, layer.weights["q_norm"])
             k = self._rms_norm(k, layer.weights["k_norm"])
-        return self._rotate(q, positions), self._rotate(k, positions), v
+        q, k = self._rotate(q, positions), self._rotate(k, positions)
+        return q * self._query_scales(positions), k, v
+
+    def _query_scales(self, positions: Sequence[int]) -> torch.Tensor:
+        """Factors ``[row, 1, 1]`` of queries, which grow with the number of times that
+        a position exceeds the length of training (Nemotron-Labs-Diffusion)."""
+        rope = self.config.get("rope_parameters") or {}
+        beta = rope.get("llama_4_scaling_beta") or 0.0
+        trained = rope.get("original_max_position_embeddings") or 1
+        scales = [1 + beta * math.log(1 + n // trained) for n in positions]
+        return torch.tensor(scales)[:, None, None]
 
     def attention(
         self,
@@ -197,9 +269,10 @@ class PlainModel:
         keys: torch.Tensor,
         values: torch.Tensor,
         visible: Sequence[Sequence[int]] | None = None,
+        ends: Sequence[int] | None = None,
     ) -> torch.Tensor:
         """What the attention adds to the rows of ``q``; ``visible`` are the keys that
-        each KV head sees (None: all).
+        each KV head sees, and ``ends`` where those end that each row sees (None: all).
         """
         outs = []
         for h in range(self.heads):
@@ -209,7 +282,7 @@ class PlainModel:
                 if visible is None
                 else (t[list(visible[g])] for t in (keys, values))
             )
-            outs.append(attention_weights(q, k, h) @ v[:, g])
+            outs.append(attention_weights(q, k, h, ends) @ v[:, g])
         return torch.cat(outs, dim=-1) @ layer.weights["out"].T
 
     def mlp(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
@@ -270,21 +343,38 @@ class PlainModel:
         """Raw logits ``[row, vocabulary]`` of the last layer's hidden states."""
         return self._rms_norm(x, self.norm) @ self.head.T
 
-    def logits(self, ids: list[int], block_length: int | None = None) -> torch.Tensor:
+    def logits(
+        self,
+        ids: list[int],
+        block_length: int | None = None,
+        lead: int = 0,
+        causal_stop: int = 0,
+        *,
+        drafts: bool = False,
+    ) -> torch.Tensor:
         """Raw logits ``[len(ids), vocabulary]``, not shifted. ``block_length``: another
-        one than the config's.
+        one than the config's. ``lead``: what the first block lacks. Rows before
+        ``causal_stop`` see nothing behind them; ``drafts``: the others draft.
         """
+        count = len(ids)
+        length = block_length or self.block_length or count
+        # A block sees itself and those before it.
+        ends = [
+            min((i + lead) // length * length + length - lead, count)
+            for i in range(count)
+        ]
+        ends[:causal_stop] = range(1, causal_stop + 1)
         x = self.embed(ids)
-        length = block_length or self.block_length or len(ids)
-        for layer in self.layers:
-            q, k, v = self.qkv(layer, x, range(len(ids)))
-            # A block sees itself and those before it.
-            blocks = [
-                slice(start, min(start + length, len(ids)))
-                for start in range(0, len(ids), length)
-            ]
+        for layer, draft_layer in zip(
+            self.layers, self.draft_layers if drafts else self.layers, strict=True
+        ):
+            q, k, v = self.qkv(layer, x, range(count))
+            stop = causal_stop
             x = x + torch.cat(
-                [self.attention(layer, q[b], k[: b.stop], v[: b.stop]) for b in blocks]
+                [
+                    self.attention(layer, q[:stop], k, v, None, ends[:stop]),
+                    self.attention(draft_layer, q[stop:], k, v, None, ends[stop:]),
+                ]
             )
             x = x + self.mlp(layer, x)
         return self.predict(x)
@@ -294,7 +384,7 @@ class PlainModel:
         first from itself).
         """
         raw = self.logits(ids)
-        return torch.cat([raw[:1], raw[:-1]]) if self.is_dream else raw
+        return torch.cat([raw[:1], raw[:-1]]) if self.shifts else raw
 
     def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return (

@@ -14,6 +14,7 @@ import pytest
 from dllm_engine import DiffusionParams
 from dllm_engine.cache_methods import CACHE_METHODS
 from dllm_engine.families import Attention
+from dllm_engine.request_options.fields import FACTS
 from dllm_engine.request_options.unmasking import PARALLEL_OPTIONS
 from tests.support.engines import assert_nothing_left, generate, scheduler_of
 from tests.support.plans import draw_cache_options
@@ -126,9 +127,11 @@ def draw_requests(
     *,
     has_guide: bool = False,
     trims_suffix: bool = False,
+    takes_back: bool = False,
 ) -> list[tuple[list[int], dict[str, Any]]]:
     """Prompts and fields of ``DiffusionParams``; some requests sample, report
-    log-probabilities or hold end tokens back, or begin alike."""
+    log-probabilities or hold end tokens back, or begin alike. ``takes_back``: the cache
+    method lets tokens be taken back."""
     requests, number = [], draw.randrange(1 << 30)
     drawn = random_requests(number, NUM_REQUESTS, model == "tiny_dream")
     if model not in MODELS["full"]:
@@ -184,15 +187,22 @@ def draw_requests(
             decision, _, _ = random_decision(draw)
             asked = decision_params(decision, passes=draw.randint(1, 3))
         elif draw.random() < 0.5:
-            asked = own_options(draw, model, asked)
+            asked = own_options(draw, model, asked, takes_back=takes_back)
         requests.append(([token % 140 for token in prompt], asked))
     return requests
 
 
 def own_options(
-    draw: random.Random, model: str, asked: dict[str, Any]
+    draw: random.Random, model: str, asked: dict[str, Any], *, takes_back: bool
 ) -> dict[str, Any]:
     """Options that only models of its kind have."""
+    if model == "tiny_open_dcoder" and takes_back:
+        kept = {
+            name: value
+            for name, value in asked.items()
+            if name not in FACTS or not FACTS[name].needs_decided
+        }
+        return kept | {"unmasking": "p2"}
     if model == "tiny_fast_dllm_v2":
         length = asked["block_length"]
         parts = [n for n in range(1, length + 1) if length % n == 0]
@@ -266,6 +276,7 @@ def test_answers_beside_others_are_those_given_alone(
         model,
         has_guide=settings["guide_model"] is not None,
         trims_suffix=trims_suffix,
+        takes_back=method == "none" and settings["guide_model"] is None,
     )
     llm = engines(request.getfixturevalue(model), **settings)
 

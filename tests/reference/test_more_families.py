@@ -6,6 +6,9 @@ import json
 
 import pytest
 
+from tests.oracles.decode import decode
+from tests.oracles.decoding import Decoding
+from tests.oracles.models import PlainModel
 from tests.support.answers import Answer, answers
 from tests.support.reference_cases import (
     MORE,
@@ -14,7 +17,8 @@ from tests.support.reference_cases import (
     reference_rows,
 )
 
-GROUPS = by_engine(reference_rows(*MORE))
+ROWS = reference_rows(*MORE)
+GROUPS = by_engine(ROWS)
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -32,14 +36,24 @@ def test_cases_of_one_engine_in_one_batch_and_one_alone(
     for some in (rows, rows[:1]):
         requests = [(row.prompt, row.fields) for row in some]
         for row, answer in zip(some, answers(llm, requests), strict=True):
-            assert answer.tokens == row.response, row.name
-            if row.kind == "spec_nemotron_labs":
-                assert_rounds(row, answer)
-            elif row.fields.get("decoding") != "autoregressive":
-                assert_order(row, answer)
+            assert_as_the_authors(row, answer)
 
 
-def assert_rounds(row: ReferenceRow, answer: Answer) -> None:
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_the_plain_version_is_the_authors(reference_checkpoints, row):
+    model = PlainModel(reference_checkpoints / row.case["model"])
+    assert_as_the_authors(row, decode(model, row.prompt, **row.engine, **row.fields))
+
+
+def assert_as_the_authors(row: ReferenceRow, answer: Answer | Decoding) -> None:
+    assert answer.tokens == row.response, row.name
+    if row.kind == "spec_nemotron_labs":
+        assert_rounds(row, answer)
+    elif row.fields.get("decoding") != "autoregressive":
+        assert_order(row, answer)
+
+
+def assert_rounds(row: ReferenceRow, answer: Answer | Decoding) -> None:
     """Tokens verified before each pass, as far as rounds end before the response does.
     The authors' last rounds go on behind it.
     """
@@ -48,7 +62,7 @@ def assert_rounds(row: ReferenceRow, answer: Answer) -> None:
     assert [step[0] for step in answer.computed][: len(stated)] == stated, row.name
 
 
-def assert_order(row: ReferenceRow, answer: Answer) -> None:
+def assert_order(row: ReferenceRow, answer: Answer | Decoding) -> None:
     """The authors do not count the first tokens of blocks that a pass over what is
     before them predicts.
     """

@@ -112,6 +112,7 @@ def test_a_page_that_holds_no_row_of_features_is_refused_with_the_smallest_that_
     small = PoolGeometry(
         page_size=1,
         num_layers=2,
+        num_heads=1,
         num_kv_heads=1,
         head_dim=8,
         hidden_size=40,
@@ -137,6 +138,7 @@ def test_the_last_block_is_kept_whole_beyond_the_longest_request(method, cache_o
     geometry = PoolGeometry(
         page_size=4,
         num_layers=2,
+        num_heads=1,
         num_kv_heads=1,
         head_dim=8,
         hidden_size=8,
@@ -181,7 +183,10 @@ def test_no_request_needs_more_pages_than_the_longest_or_holds_more_than_it_need
             "head_dim": 8,
         }
         geometry = PoolGeometry(
-            **sizes, num_kv_heads=max(1, heads // ranks), total_kv_heads=heads
+            **sizes,
+            num_heads=max(1, heads // ranks),
+            num_kv_heads=max(1, heads // ranks),
+            total_kv_heads=heads,
         )
         longest = draw.randint(2, 60)
         canvas = draw.choice([longest, draw.randint(2, longest)])
@@ -227,6 +232,7 @@ def test_what_pages_hold_of_a_running_block_is_reserved_for_the_whole_response(
         hidden_size=8,
         num_layers=2,
         head_dim=8,
+        num_heads=1,
         num_kv_heads=1,
         total_kv_heads=1,
     )

@@ -34,7 +34,7 @@ MORE = (
     "ar_nemotron_labs",
     "spec_nemotron_labs",
 )
-"""Files of cases that no plain version decodes."""
+"""Files of cases of the smaller models, which state less."""
 ODD = {"overwrites_known_tokens", "early_stop_finds_eos_in_prompt"}
 """What the authors' code does and does not say."""
 

@@ -178,20 +178,12 @@ class EarlySkipPass(LayerPass):
         self.features: FeatureTables | None = None
         """The values that rows are remembered by, if these are no keys or values."""
         if options.keeps_features and self.cuts:
-            # A query is of this rank's heads alone: a narrower row, of which pages have
-            # room for more.
-            ranks = (
-                get_tensor_model_parallel_world_size()
-                if options.indicator == "query"
-                else 1
-            )
             predicting = [
                 Span(*(end - self.shift for end in c.spec.layout.response_span))
                 for c in batch.canvases
             ]
-            self.features = FeatureTables(
-                batch, pages, predicting, pages.geometry.hidden_size // ranks
-            )
+            width = options.feature_width(pages.geometry)
+            self.features = FeatureTables(batch, pages, predicting, width)
 
     def _num_kept(self, index: int, fraction: float, num_rows: int) -> int:
         num_unmasked = len(self.batch.canvases[index].last_unmasked)

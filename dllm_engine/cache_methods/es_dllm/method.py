@@ -89,6 +89,11 @@ class ESDLLMOptions(CacheOptions):
         """
         return self.indicator in ("hidden_state", "query") and self.alpha < 1
 
+    def feature_width(self, geometry: PoolGeometry) -> int:
+        """Numbers that a row is remembered by in pages of their own."""
+        is_query = self.indicator == "query"
+        return geometry.query_size if is_query else geometry.hidden_size
+
     @property
     def evicts(self) -> bool:
         return self.retention_ratio < 1
@@ -225,7 +230,8 @@ def hold_canvas_and_copy(
     counts = geometry.uniform(spec.layout.canvas_length)
     cuts = options.cuts(geometry.num_layers)
     if options.keeps_features and cuts:
-        pages = geometry.feature_pages(spec.layout.gen_length)
+        width = options.feature_width(geometry)
+        pages = geometry.feature_pages(spec.layout.gen_length, width)
         counts[PageKind.FEATURES] = [
             pages if layer in cuts else 0 for layer in range(geometry.num_layers)
         ]
