@@ -176,7 +176,7 @@ def _settle_filling(
 ) -> None:
     budget = length_of(request) or DEFAULT_BUDGET
     num_choices = getattr(request, "n", None) or 1
-    if num_choices > 1 and hasattr(request, "prompt"):
+    if num_choices > 1 and getattr(request, "prompt", None):
         # Each is a prompt of its own, with a length of its own.
         prompts = request.prompt
         is_one = isinstance(prompts, str) or isinstance(prompts[0], int)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dllm_engine.editors.completions import plain_tokens
+from dllm_engine.editors.completions import fitted, plain_tokens
 from tests.support.engines import assert_nothing_left
 from tests.support.http_app import chunks_of, refusal, served
 
@@ -51,6 +51,15 @@ def test_penalties_are_refused_where_nothing_is_filled_in(complete):
     assert "presence_penalty" in refusal(complete(prompt=PREFIX, presence_penalty=1.5))
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{"suffix": SUFFIX}, {"vllm_xargs": {"template": ["a", -1]}}],
+    ids=["suffix", "template"],
+)
+def test_no_prompt_is_refused(complete, fields):
+    assert refusal(complete(prompt=[], n=2, temperature=1, **fields))
+
+
 def test_a_stop_string_ends_the_text(complete):
     choice = complete(prompt=MARKED, stop=["a="]).json()["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == (" Id", "stop")
@@ -66,7 +75,11 @@ def test_at_the_end_of_a_file_the_text_goes_on(complete, suffix):
 def test_texts_longer_than_the_context_are_cut_at_their_far_ends(complete, demo):
     before = "Copy: Rome. " * 2000 + PREFIX
     behind = SUFFIX + ". The red cup is old" * 2000
-    assert text_of(complete(prompt=before, suffix=SUFFIX)) == WANTED
+    tokenizer = demo.get_tokenizer()
+    texts = fitted([before], behind, tokenizer, 100)
+    assert texts.is_cut
+    assert tokenizer.decode(texts.prefixes[0]).endswith(PREFIX)
+    assert tokenizer.decode(texts.suffix).startswith(SUFFIX)
     answer = complete(prompt=before, suffix=behind)
     assert answer.status_code == 200
     assert "around the cursor" in answer.headers["x-dllm-cut"]
