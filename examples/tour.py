@@ -16,7 +16,7 @@ from dllm_engine.batch import prompt_tokens
 
 FACTS = "Tom lives in Paris. Ida lives in Oslo."
 QUESTION = f"{FACTS} Where does Ida live?"
-NEXT_QUESTION = "Where does Tom live?"
+NEXT_QUESTION = "Ben lives in Rome. Where does Ben live?"
 PARAMS: dict[str, Any] = {"gen_length": 32, "block_length": 8}
 
 
@@ -102,8 +102,8 @@ def fill_in(llm: LLM) -> None:
 
 def next_turn(llm: LLM, answer: str) -> None:
     turns = [user(QUESTION), {"role": "assistant", "content": answer}]
-    question = user(f"{FACTS} {NEXT_QUESTION}")
-    (output,) = llm.chat([*turns, question], DiffusionParams(**PARAMS))
+    turns.append(user(NEXT_QUESTION))
+    (output,) = llm.chat(turns, DiffusionParams(**PARAMS))
     print(f"   {NEXT_QUESTION}\n   → {output.outputs[0].text.strip()}")
     print(
         f"   {output.num_cached_tokens} of {len(output.prompt_token_ids)} tokens of the "

@@ -41,6 +41,7 @@ def test_the_tour_shows_all_that_it_announces(run):
     assert re.search("░.*\n", printed)  # a canvas with masks
     assert "→ Oslo: Paris 0" in printed
     assert "Ida=07" in printed
+    assert "→ Ben lives in Rome." in printed
     shared = int(re.search(r"(\d+) of \d+ tokens of the prompt came", printed)[1])
     assert shared > 0
 
