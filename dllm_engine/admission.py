@@ -15,15 +15,15 @@ from dllm_engine.decoding.spec import DecodingSpec
 from dllm_engine.infill.template import check_length
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams, check_place
-from dllm_engine.request_options.auto_length import (
-    LengthRule,
-    check_no_rule,
-    length_rule,
-)
 from dllm_engine.request_options.defaults import options_with_defaults
 from dllm_engine.request_options.ends import end_token_ids
 from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.request_options.fields import FACTS, RequestOptions, check_exclusions
+from dllm_engine.request_options.layout import (
+    LengthRule,
+    check_no_rule,
+    length_rule,
+)
 from dllm_engine.request_options.resolve import check_room, resolve_decoding
 from dllm_engine.request_options.sampling import check_token_numbers
 from dllm_engine.request_options.sampling_params import (

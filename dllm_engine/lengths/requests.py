@@ -16,9 +16,9 @@ from dllm_engine.lengths.responses import (
 )
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
-from dllm_engine.request_options.auto_length import HOW_LENGTHS, MOST_CHOSEN, LengthRule
 from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.request_options.fields import check_attention
+from dllm_engine.request_options.layout import HOW_LENGTHS, MOST_CHOSEN, LengthRule
 from dllm_engine.request_options.sampling_params import (
     LENGTH_FIGURES,
     DefaultLength,

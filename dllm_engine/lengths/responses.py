@@ -14,7 +14,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from dllm_engine.lengths.forward_passes import Logprobs, Passes, Probe
-from dllm_engine.request_options.auto_length import LengthRule
+from dllm_engine.request_options.layout import LengthRule
 
 
 class ChosenLength(NamedTuple):

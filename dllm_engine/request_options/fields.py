@@ -5,13 +5,12 @@ from typing import Any
 from dllm_engine.decoding.unmasking_policies import PARALLEL_RULES
 from dllm_engine.families import ModelFamily
 from dllm_engine.options import EngineOptions
-from dllm_engine.request_options.auto_length import AutoLengthOptions
 from dllm_engine.request_options.cache import CacheChanges
 from dllm_engine.request_options.context import refused
 from dllm_engine.request_options.decision import DecisionOptions
 from dllm_engine.request_options.ends import EndOptions
 from dllm_engine.request_options.guidance import GuideOptions
-from dllm_engine.request_options.layout import LayoutOptions
+from dllm_engine.request_options.layout import AutoLengthOptions, LayoutOptions
 from dllm_engine.request_options.reports import ReportOptions
 from dllm_engine.request_options.sampling import SamplingOptions
 from dllm_engine.request_options.schedule import ScheduleOptions

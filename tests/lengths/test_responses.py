@@ -10,7 +10,7 @@ from vllm import SamplingParams
 from dllm_engine import DiffusionParams
 from dllm_engine.demo import DEMO_MODEL_DIR
 from dllm_engine.demo.tasks import TASKS, make_examples
-from dllm_engine.request_options.auto_length import LengthRule
+from dllm_engine.request_options.layout import LengthRule
 from tests.oracles.models import PlainModel
 from tests.oracles.response_length import plain_length
 from tests.support.engines import assert_nothing_left, generate, tokens_of
