@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dllm_engine.kernels._operator import Operator
@@ -177,6 +178,10 @@ def _paged_attention(
                 for x, y in ((keys, k), (values, v))
             )
             numbers = torch.cat((numbers, own), 1)
+        sees_all = limits is None and tokens.token_lens is not None
+        if sees_all and lse is None and keys.shape[1]:
+            out[first:last] = _attend_to_all(q[first:last], keys, values)
+            continue
         bounds_of_rows = (
             torch.full((last - first,), _NO_KEY)
             if limits is None
@@ -201,6 +206,13 @@ def _paged_attention(
     return out
 
 
+def _attend_to_all(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Attention of rows to keys and values ``[num_kv_heads, num_keys, head_dim]``."""
+    queries, keys, values = q.transpose(0, 1)[None], keys[None], values[None]
+    attended = F.scaled_dot_product_attention(queries, keys, values, enable_gqa=True)
+    return attended[0].transpose(0, 1)
+
+
 _NO_KEY = torch.iinfo(torch.int32).max
 
 
@@ -208,6 +220,8 @@ def _retained(request: int, tokens: PagedTokens) -> tuple[Tensor, Tensor, Tensor
     """Keys and values of a request's tokens in pages, ``[num_kv_heads, longest head,
     head_dim]``, and their numbers in the request, ``[num_kv_heads, longest head]``.
     Where a head is shorter, they are zeros, and the number is that of no key."""
+    if tokens.token_lens is not None:
+        return _retained_by_token(request, tokens)
     slots_per_page = tokens.k_pages.shape[1]
     lengths = tokens.head_len[request, :, None]
     numbers = torch.arange(int(lengths.max())).expand(len(lengths), -1)
@@ -224,3 +238,25 @@ def _retained(request: int, tokens: PagedTokens) -> tuple[Tensor, Tensor, Tensor
         for x in tokens[:2]
     )
     return keys, values, numbers.masked_fill(~exists, _NO_KEY)
+
+
+def _retained_by_token(
+    request: int, tokens: PagedTokens
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``_retained`` of the token-major layout, page by page."""
+    num_heads, slots_per_page = tokens.head_len.shape[1], tokens.k_pages.shape[1]
+    start, num_tokens = (
+        int(of_heads[request, 0]) for of_heads in (tokens.head_start, tokens.head_len)
+    )
+    stop = start + num_tokens * num_heads
+    first_page = start // slots_per_page
+    pages = tokens.page_tables[request, first_page : -(-stop // slots_per_page)]
+    slots = slice(
+        start - first_page * slots_per_page, stop - first_page * slots_per_page
+    )
+    keys, values = (
+        x[pages].flatten(0, 1)[slots].unflatten(0, (num_tokens, num_heads))
+        for x in tokens[:2]
+    )
+    numbers = torch.arange(num_tokens).expand(num_heads, -1)
+    return keys.transpose(0, 1), values.transpose(0, 1), numbers
