@@ -79,9 +79,10 @@ def has_open_length(params: Any, vllm_config: Any) -> bool:
 
 def _rule(params: SamplingParams, vllm_config: Any) -> LengthRule | None:
     engine = EngineOptions.from_vllm_config(vllm_config)
-    return open_length_rule(
-        params.extra_args or {}, engine, ignore_eos=params.ignore_eos
-    )
+    given = params.extra_args
+    if not isinstance(given, dict):  # refused when the request is added
+        given = {}
+    return open_length_rule(given, engine, ignore_eos=params.ignore_eos)
 
 
 def open_response(

@@ -359,7 +359,7 @@ RECIPES = {
         seed=4,
         muon_lr=0.003,
         adam_lr=2e-3,
-        mix=Mix(questions=0.4, lists=3.0, batch_tokens=1024),
+        mix=Mix(questions=0.4, lists=3.0, chats=0.25, batch_tokens=1024),
     ),
     "blocks": Recipe(
         shipped=DEMO_BLOCKS_DIR,

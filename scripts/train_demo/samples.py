@@ -127,6 +127,8 @@ class Mix:
     """Share of samples that are questions, asked as a server asks them."""
     lists: float = 1.0
     """How much more often lists are reversed and copied than in ``TASK_WEIGHTS``."""
+    chats: float = 0.0
+    """Share of samples with one or two turns before."""
     batch_tokens: int = 2048
 
     def task_weights(self) -> list[float]:
@@ -208,7 +210,7 @@ class SampleStream:
             tokens = self.tokenizer.encode(piece).ids
             response += tokens
             is_answer += [is_one] * len(tokens)
-        prompt_tokens = self.tokenizer.encode(render_prompt(prompt)).ids
+        prompt_tokens = self._prompt_tokens(prompt)
         answer_end = len(prompt_tokens) + len(response) + 1
         if rng.random() < DECIDED_SHARE:
             length = answer_end
@@ -232,7 +234,7 @@ class SampleStream:
             }
         self._next_seed += 1
         (example,) = make_examples(task, 1, self._next_seed, **limits)
-        prompt = self.tokenizer.encode(render_prompt(example.prompt)).ids
+        prompt = self._prompt_tokens(example.prompt)
         answer = self.tokenizer.encode(" " + example.answer).ids
         is_long = rng.random() < self.mix.long_responses
         response_length = rng.choice((2, 4)) * GEN_LENGTH if is_long else GEN_LENGTH
@@ -245,3 +247,15 @@ class SampleStream:
             task in RECALL_TASKS,
             [False] * length,
         )
+
+    def _prompt_tokens(self, user_text: str) -> list[int]:
+        text = render_prompt(user_text)
+        if self.mix.chats and self._rng.random() < self.mix.chats:
+            for _ in range(self._rng.choice((1, 1, 2))):
+                task = self._rng.choice(list(TASK_WEIGHTS))
+                self._next_seed += 1
+                limits = {} if task == "chat" else {"pairs": (1, 6)}
+                (turn,) = make_examples(task, 1, self._next_seed, **limits)
+                space = self._rng.choice((" ", "  "))
+                text = f"{render_prompt(turn.prompt)}{space}{turn.answer}\n{text}"
+        return self.tokenizer.encode(text).ids

@@ -241,9 +241,9 @@ def test_a_tool_parser_reads_the_calls_that_the_model_is_free_to_make(demo):
         client.post("/v1/chat/completions", json=body | more)
         for more in ({}, {"tool_choice": "required"})
     )
-    assert free.json()["choices"][0]["message"]["content"] == " Ida=07, Tom=48", (
-        free.text
-    )
+    message = free.json()["choices"][0]["message"]
+    assert message["content"].startswith(" Ida=07"), free.text
+    assert not message.get("tool_calls")
     assert made.json()["choices"][0]["message"]["tool_calls"], made.text
     assert made.json()["choices"][0]["finish_reason"] == "tool_calls"
 
@@ -269,7 +269,7 @@ def test_other_tools_than_those_called_are_answered_as_ever(openai):
     answer = openai.chat.completions.create(
         model="demo", messages=CHAT, tools=TOOLS, tool_choice="none"
     )
-    assert answer.choices[0].message.content == " Ida=07, Tom=48"
+    assert answer.choices[0].message.content.startswith(" Ida=07")
 
 
 def test_others_are_served_while_an_automaton_is_built(client, monkeypatch):
