@@ -96,7 +96,7 @@ def test_without_vllm(tmp_path):
         text=True,
         check=True,
     )
-    assert "vLLM is not installed; install it with this package's extra" in done.stdout
+    assert "vLLM is not installed; in a checkout, run pip install" in done.stdout
 
 
 def test_what_is_installed_and_documented_are_the_same_releases():
