@@ -65,7 +65,7 @@ def test_a_run_prints_a_table_and_writes_figures(loaded, tmp_path, capsys):
     small = (
         f"--batch 1,2 --prompt 32 --response 16 --repeats 1 --output {output}"
     ).split()
-    rules = ("one", "threshold=0.9")
+    rules = ("one", "threshold=0.3")
     assert (
         main(
             [
@@ -73,7 +73,7 @@ def test_a_run_prints_a_table_and_writes_figures(loaded, tmp_path, capsys):
                 "--methods",
                 "none,dual",
                 "--unmasking",
-                "one,threshold=0.9,steps=99",
+                "one,threshold=0.3,steps=99",
                 *small,
             ]
         )
@@ -111,7 +111,7 @@ def test_a_run_prints_a_table_and_writes_figures(loaded, tmp_path, capsys):
     assert dual["cost"]["tokens_computed"] < none["cost"]["tokens_computed"]
     assert dual["cost"]["page_bytes"] > none["cost"]["page_bytes"] == 0
     assert (
-        by_name["none", "threshold=0.9", "1 × 32"]["cost"]["forward_passes"]
+        by_name["none", "threshold=0.3", "1 × 32"]["cost"]["forward_passes"]
         < none["cost"]["forward_passes"]
     )
     assert (

@@ -13,7 +13,7 @@ from scripts.train_demo.samples import EOS, prompt_and_pieces
 
 SEED = 100
 """Far below the training seeds."""
-LEAST_RIGHT = {"who": 0.9, "count": 0.75}
+LEAST_RIGHT = {"who": 0.9, "count": 0.6}
 
 
 @pytest.mark.parametrize("together", [1, 3])

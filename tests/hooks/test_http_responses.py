@@ -249,6 +249,7 @@ def test_a_stream_that_is_cut_off_ends_with_an_error_event(
 
 def test_a_refusal_is_logged_without_a_traceback(client, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="vllm")
     refused = ROUTES["messages"] | {"model": "demo", "vllm_xargs": {"steps": -1}}
     assert client.post("/v1/messages", json=refused).status_code == 400
     assert "steps=-1" in caplog.text
