@@ -1,5 +1,5 @@
-"""What an engine logs where nobody says what to log: this package's lines and vLLM's
-warnings, without the alarms that mean nothing here.
+"""The default log of an engine: this package's lines and vLLM's warnings, without the
+alarms that mean nothing here.
 
 Otherwise vLLM logs some 100 lines before a server listens. It still does if
 ``VLLM_LOGGING_LEVEL`` or another of its logging settings is set.
@@ -218,7 +218,7 @@ def _remembered() -> dict[str, float]:
 
 
 def last_time(text: str) -> str:
-    """How long what ``text`` names took here the last time, in words."""
+    """The time that the start named ``text`` took here last, in words."""
     seconds = _remembered().get(text)
     return "" if seconds is None else f" ({seconds:.0f} s the last time)"
 

@@ -138,7 +138,7 @@ class Reporter:
             if canvas.decision is not None and not sum(masked)
             else None,
             shown=_shown(canvas, plan.window, self.mask_token_id)
-            if spec.reports.streams_steps and not plan.prefills
+            if spec.reports.streams_steps and not plan.quota.is_empty
             else None,
         )
 

@@ -134,7 +134,7 @@ class EngineStats:
     def add_step(self, spec: DecodingSpec, report: StepReport) -> None:
         plan = report.plan
         self.denoising_steps[plan.state.value] += 1
-        steps_of_vllm = 0 if plan.prefills else 1 if report.tokens is None else 2
+        steps_of_vllm = 0 if plan.quota.is_empty else 1 if report.tokens is None else 2
         self.num_denoising_steps += steps_of_vllm
         self.num_canvas_positions += steps_of_vllm * plan.window.size
         self.num_committed_tokens += report.num_unmasked

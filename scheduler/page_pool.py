@@ -44,13 +44,13 @@ def prefix_keys(
 
 
 class NextPage(NamedTuple):
-    """What followed a page in a request: one page of each table."""
+    """The pages that followed a page in a request: one of each table."""
 
     tokens: Sequence[int]
     """The first tokens of it, which are filled for good."""
     pages: list[KVCacheBlock]
     times_given: list[int]
-    """How often each of them had been given to requests."""
+    """Number of times that each of them had been given to requests."""
 
 
 class PagePool:
@@ -78,10 +78,9 @@ class PagePool:
         self._next_pages: dict[int, NextPage] = {}
         """By the id of the page of the first table that they followed last."""
         self._times_given: Counter[int] = Counter()
-        """How often a page has been given to requests, by page id."""
+        """Number of times that a page has been given to requests, by page id."""
         self._given_now: Counter[int] = Counter()
-        """Of these, in the step in hand. What the page held is overwritten by it, behind
-        its copies."""
+        """The same in the step in hand, which overwrites the page after it was copied."""
 
     @property
     def num_pages(self) -> int:
@@ -183,8 +182,8 @@ class PagePool:
         self._next_pages[before] = NextPage(tokens, pages, times_given)
 
     def find_next(self, page: KVCacheBlock) -> NextPage | None:
-        """What followed a page of the first table, if it holds the same when the step
-        in hand begins.
+        """The pages that followed a page of the first table, if they hold the same when
+        the step in hand begins.
         """
         following = self._next_pages.get(page.block_id)
         if following is None:

@@ -32,7 +32,7 @@ class SharedPages(NamedTuple):
     num_found: int
     """Pages of each table that others can find already."""
     copied: list[KVCacheBlock]
-    """What the next page of each table begins as a copy of; empty: of none."""
+    """Pages that the next page of each table begins as a copy of; empty: none."""
 
 
 class PageTables:

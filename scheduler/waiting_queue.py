@@ -63,7 +63,7 @@ class WaitingQueue:
         self._insert(request, source, _FIRST, 0.0, -self._num_added)
 
     def remove(self, requests: Iterable[Request]) -> None:
-        """Those that do not wait are left out."""
+        """Remove requests from the queue; requests that do not wait are ignored."""
         for request in requests:
             place = self._place_of.pop(request.request_id, None)
             if place is None:

@@ -1,6 +1,8 @@
-"""Serve a model over HTTP: OpenAI's API, decisions, and the routes of code editors
-(/v1/fim/completions, /v1/edit/completions, /v1/apply/completions, /infill, /completion,
-/api/generate).
+"""Serve a model over HTTP: OpenAI's API, decisions, and the routes of code editors.
+
+Code editors use /v1/fim/completions, /v1/edit/completions, /v1/apply/completions,
+/v1/fim/completions/models, /v1/edit/completions/models, /v1/chat/completions/models,
+/infill, /completion, /props, /api/generate, /api/show, /api/tags and /api/version.
 
 Everything ``vllm serve`` accepts works here too; ``vllm serve --help=all`` lists it.
 """

@@ -44,7 +44,7 @@ TEMPLATE_FILE = "decision_template.jinja"
 """In the folder of a checkpoint that brings its own words."""
 _DEFAULT_TEMPLATE = Path(__file__).with_name("prompt.jinja")
 MOST_LABEL_CHARACTERS = 1 << 20
-"""Of all labels of a request; to tokenize so many takes a second or two."""
+"""Limit for all labels of a request; to tokenize so many takes a second or two."""
 _PLACE = "\0"
 """Stands for an answer while a template renders the response."""
 
@@ -171,7 +171,7 @@ class Row:
     numbers: tuple[int, ...]
     """Numbers of the request's questions that it answers."""
     readings: tuple[Reading, ...]
-    """How it reads each of them."""
+    """A reading of each of them."""
 
 
 class Asking:

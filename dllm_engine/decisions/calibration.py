@@ -15,7 +15,7 @@ KINDS = ("yes_no", "choice", "score")
 SMALLEST = 1e-12
 """Probabilities below it count as this much."""
 MOST_ORDERS = 4
-"""Of the options of a choice, over which a correction takes the mean."""
+"""Orders of the options of a choice over which a correction takes the mean."""
 
 
 class Reading(NamedTuple):

@@ -151,7 +151,7 @@ class StepReport:
             self.num_unmasked,
             self.masked,
             retained=retained,
-            prefills=self.plan.prefills,
+            prefills=self.plan.quota.is_empty,
         )
 
 

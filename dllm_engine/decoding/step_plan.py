@@ -91,6 +91,13 @@ class UnmaskQuota:
     """
 
     @property
+    def is_empty(self) -> bool:
+        """True for a part of a long prompt, which only adds to pages and is no
+        denoising step.
+        """
+        return not self.candidates.size
+
+    @property
     def may_take_back(self) -> bool:
         """True if decided candidates may become masks again."""
         return self.left is not None or (self.verifies and self.candidates.size > 1)
@@ -153,13 +160,6 @@ class StepPlan:
     """What only the cache method and its layer pass know of this step: a dataclass of
     the method, or None.
     """
-
-    @property
-    def prefills(self) -> bool:
-        """True for a part of a long prompt, which only adds to pages and is no
-        denoising step.
-        """
-        return not self.quota.candidates.size
 
 
 def fills_fixed_count(plan: StepPlan, spec: DecodingSpec) -> bool:

@@ -83,7 +83,7 @@ def _asked_text(
 
 
 class _Facts:
-    """Where some people live, and codes of some of them."""
+    """The towns of some people, and the codes of some of them."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng

@@ -85,7 +85,7 @@ class Part(NamedTuple):
     text: str
     finish_reason: str | None
     num_tokens: int
-    """Of the choice up to here."""
+    """Tokens of the choice up to here."""
 
 
 @dataclass
@@ -108,7 +108,7 @@ class Answer:
     limit_ms: float | None = None
     """Time after which choices that have a line are complete."""
     is_cut: bool = False
-    """Whether the texts around the cursor did not fit."""
+    """True if the texts around the cursor did not fit."""
     created: int = field(default_factory=lambda: int(time.time()))
     begin: float = field(default_factory=time.monotonic)
     choices: dict[int, Choice] = field(default_factory=lambda: {0: Choice()})

@@ -1,4 +1,4 @@
-"""What the forms of answers have in common."""
+"""The base class of the forms of answers."""
 
 import json
 from typing import Any
@@ -7,11 +7,11 @@ from dllm_engine.editors.cursor import Answer, Part
 
 
 class Form:
-    """How a route writes its answers: JSON, or a stream of events."""
+    """The form of a route's answers: JSON, or a stream of events."""
 
     media_type = "text/event-stream"
     ending = ""
-    """What a stream has behind its last event."""
+    """Text behind the last event of a stream."""
 
     def __init__(self, body: Any) -> None:
         """``body``: of the request."""

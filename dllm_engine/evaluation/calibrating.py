@@ -34,7 +34,7 @@ from dllm_engine.evaluation.labelled_questions import (
 )
 
 LEAST_QUESTIONS = 10
-"""Of a kind, in the half that a correction is fitted on."""
+"""Minimum for each kind, in the half that a correction is fitted on."""
 WORTH_ITS_ROWS = 0.01
 """By so much must the mean log loss of the held-back questions fall, in nats, if more
 rows are read for it.
@@ -47,7 +47,7 @@ _ALL = Correction(orders=MOST_ORDERS, has_prior=True)
 
 @dataclass(frozen=True)
 class Measured:
-    """What a model reads of a labelled question."""
+    """Probabilities that a model gives the options of a labelled question."""
 
     plain: Readings
     rotated: Readings

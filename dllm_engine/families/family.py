@@ -211,7 +211,7 @@ class ModelFamily:
     """True if the rows of a block of ``default_block_length`` share experts, so that
     blocks have no other length; by the config."""
     draft_rank: int | None = None
-    """Of the released LoRA adapters that drafts are computed with; None: there are none.
+    """Rank of the released LoRA adapters that compute drafts; None: there are none.
     """
     strict_entropy_threshold: bool = False
     """True if a position at exactly ``entropy_threshold`` does not pass, and no

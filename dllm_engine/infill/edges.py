@@ -75,15 +75,15 @@ class Edge:
     """The token as the tokenizer names it."""
     text: str
     tokens: tuple[int, ...]
-    """Those that may stand in its place."""
+    """Tokens that may stand in its place."""
     given: tuple[int, ...] = ()
     """The tokens whose text it is."""
 
 
 @dataclass(frozen=True)
 class Edges:
-    """Of one hole. None: the token there is no part of a word, or no token goes on from
-    it.
+    """The edges of one hole. None: the token there is no part of a word, or no token
+    goes on from it.
     """
 
     before: Edge | None = None

@@ -70,7 +70,7 @@ class Ranked(NamedTuple):
 
     opened: Opened
     sizes: range
-    """Those that may be chosen."""
+    """Lengths that may be chosen."""
     lengths: list[list[int]]
 
 

@@ -71,7 +71,7 @@ def answers_of(llm: Any, probes: Iterable[Probe]) -> Iterator[Logprobs]:
 
 
 def result_of(llm: Any, passes: Passes[T]) -> T:
-    """What comes of passes of an offline engine."""
+    """Run passes on an offline engine and return their result."""
     answers: Any = None
     while True:
         try:
@@ -117,7 +117,7 @@ class ForwardPasses:
                 yield Logprobs(*answer)
 
     async def result(self, passes: Passes[T]) -> T:
-        """What comes of passes; raises as ``answers``."""
+        """Run passes and return their result; raises as ``answers``."""
         answers: Any = None
         while True:
             try:

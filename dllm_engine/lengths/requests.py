@@ -28,7 +28,7 @@ from dllm_engine.structured_output.requests import constrained
 
 
 class Settled(NamedTuple):
-    """What is known of a response with its length."""
+    """A response whose length is known."""
 
     prompt: Sequence[int]
     """The prompt, of which the response may have taken the end."""

@@ -62,12 +62,12 @@ class AutoLengthOptions(OptionGroup):
 HOW_LENGTHS = tuple(
     name for name in AutoLengthOptions.model_fields if name != "auto_length"
 )
-"""How the length is chosen; the fields of ``LengthRule``, but for ``auto_length_``."""
+"""Options that choose the length: ``LengthRule``'s fields, after ``auto_length_``."""
 
 
 @dataclass(frozen=True)
 class LengthRule:
-    """How the length of a response is chosen."""
+    """The rule that chooses the length of a response."""
 
     start: int = 64
     tail: int = 32
@@ -259,8 +259,8 @@ def _block_length(
     options: LayoutOptions,
     gen_length: int,
 ) -> int:
-    """What the request did not name is fitted to its response. Blocks that attention
-    goes by may be longer.
+    """The length of blocks, fitted to the response if the request names none. Blocks
+    that attention goes by may be longer than the response.
     """
     family = request.family
     if options.decoding == "autoregressive":

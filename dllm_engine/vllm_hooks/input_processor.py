@@ -218,7 +218,7 @@ def generate_if_valid(
 def _length_choice(
     engine: Any, asked: OpenRequest | None, params: SamplingParams
 ) -> LengthChoice | None:
-    """How the lengths of a request are chosen; None: it names them."""
+    """The choice of the lengths of a request; None: it names them."""
     if asked is not None and asked.filling is not None:
         return asked.filling.at(len(asked.latest))
     if is_ours(engine) and has_open_length(params, engine.vllm_config):

@@ -7,6 +7,7 @@ import pytest
 from dllm_engine import Questions
 from dllm_engine.constraints.decision import unpacked_decision
 from dllm_engine.demo.questions import QUESTION_KINDS, ask
+from dllm_engine.evaluation.labelled_questions import QuestionTask
 from dllm_engine.evaluation.own_tasks import QUESTIONS, named_task
 from dllm_engine.request_options.sampling_params import DECISION
 from scripts.train_demo.samples import EOS, prompt_and_pieces
@@ -60,6 +61,7 @@ def test_it_wants_to_say_no_more_than_yes_or_no(demo):
 def test_its_questions_are_tasks_of_their_own():
     for name, kind in QUESTIONS.items():
         task = named_task(name, 3, SEED, "exact")
+        assert isinstance(task, QuestionTask)
         assert [each.answer for each in task.questions] == [
             text.asked[0].option for text in ask(SEED, 3, [kind])
         ]

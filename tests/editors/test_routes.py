@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from dllm_engine.cli import serve
 from dllm_engine.editors.merging import merged
 from dllm_engine.editors.routes import FACTS, OWN_BODIES
 from tests.editors.test_completions import MARKED, PREFIX, SUFFIX, WANTED
@@ -217,3 +218,7 @@ def test_the_api_key_is_asked_for(demo):
     for path in FACTS:
         assert client.get(path).status_code == 401
         assert client.get(path, headers=key).status_code == 200
+
+
+def test_help_names_all_routes():
+    assert not [route for route in (*OWN_BODIES, *FACTS) if route not in serve.__doc__]

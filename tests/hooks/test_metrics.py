@@ -5,6 +5,7 @@ name metrics that exist.
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -110,7 +111,7 @@ def asked_by_status(dashboard: str) -> list[str]:
 
 
 def test_http_errors_are_counted_by_status_also_while_the_server_ends():
-    client = app_client()
+    client: Any = app_client()
     errors = HTTP_ERRORS.labels
     before = [errors(status)._value.get() for status in (404, 503)]
     client.get("/nowhere")

@@ -179,7 +179,9 @@ def test_tokens_are_those_of_plenty(engine, little_memory, parts, shares):
     run = run_in_steps(llm, prompts, params, joins=joins, after_step=after_step)
     assert run.tokens == plenty.tokens
     assert preempt.call_count >= 2
-    assert any(plan.prefills for plans in run.plans for plan in plans) == bool(parts)
+    assert any(plan.quota.is_empty for plans in run.plans for plan in plans) == bool(
+        parts
+    )
     for one, other in zip(run.figures, plenty.figures, strict=True):
         assert one.denoising_steps == other.denoising_steps
         assert one.tokens_unmasked == other.tokens_unmasked

@@ -14,7 +14,7 @@ from dllm_engine.vllm_hooks.server.whole_response import rewrite_json
 logger = logging.getLogger(f"vllm.{__name__}")
 
 _MOST_CHARACTERS = 400
-"""Of a reason in the log."""
+"""Length of a reason in the log."""
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -44,7 +44,7 @@ def anthropic_error(status: int, message: str) -> dict[str, Any]:
 
 
 def last_events(route: str, error: dict[str, Any], number: int) -> str:
-    """What ends a stream with an error, which has OpenAI's fields.
+    """The last events of a stream that fails. ``error`` has OpenAI's fields.
 
     ``number``: of the event, for ``/v1/responses``.
     """

@@ -150,7 +150,7 @@ def _read(fields: dict[str, Any], route: str) -> Any:
 
 
 def _values(request: Any) -> dict[str, Any]:
-    """Those of ``_SETTLED``. Of some classes, ``vllm_xargs`` is no declared field."""
+    """Values of the fields in ``_SETTLED``. Some classes do not declare ``vllm_xargs``."""
     values = vars(request) | (request.model_extra or {})
     return {name: values[name] for name in _SETTLED if name in values}
 

@@ -25,7 +25,7 @@ from dllm_engine.vllm_hooks.server.start import end_now, started_name
 logger = logging.getLogger(f"vllm.{__name__}")
 
 _TELLING_SECONDS = 1
-"""Of a drain, for requests that it ends to be told so."""
+"""Time in which a drain tells requests that it ends them."""
 _CLOSING_SECONDS = 3
 """For connections to close. A client that does not read its answer would
 keep one open.
@@ -98,8 +98,8 @@ async def serve_and_tell(
             sock.shutdown(socket.SHUT_RDWR)
 
     def close_connections(connections: set[Any]) -> None:
-        """Of those that wait for a request, before vLLM looks for processes that use
-        the port.
+        """Close connections that wait for a request, before vLLM looks for processes
+        that use the port.
         """
         for each in list(connections):
             each.shutdown()
