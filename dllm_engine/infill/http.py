@@ -92,7 +92,7 @@ class HoleLengths(NamedTuple):
         if self.group not in rankings:
             ranking = self._ranked(engine, prompt)
             rankings[self.group] = asyncio.ensure_future(ranking)
-        opened, sizes, ranked = await asyncio.shield(rankings[self.group])
+        opened, sizes, ranked = await rankings[self.group]
         lengths = [each[min(self.rank, len(each) - 1)] for each in ranked]
         template = opened.template.filled(lengths)
         self._fill(params, template)
