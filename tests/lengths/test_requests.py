@@ -1,4 +1,4 @@
-"""Requests whose length is being chosen, or was, when something comes in between."""
+"""Requests whose client leaves while their length is chosen."""
 
 import asyncio
 import json
@@ -6,11 +6,8 @@ from typing import Any
 
 import pytest
 
-from dllm_engine import DiffusionParams
-from dllm_engine.lengths.requests import with_lengths
-from tests.support.engines import assert_nothing_left, generate, scheduler_of
+from tests.support.engines import assert_nothing_left
 from tests.support.http_app import EngineInProcess
-from tests.support.stepped_engines import run_in_steps
 
 QUESTION = "User: Tom=48. Ida=07. Max=31. Give: Ida, Max\nBot:"
 SHORT: dict[str, Any] = {"auto_length_start": 8, "auto_length_tail": 4}
@@ -70,26 +67,3 @@ def test_a_client_that_leaves_ends_the_choice(
     monkeypatch.undo()
     answer = client.post("/v1/completions", json={**body, "stream": False})
     assert answer.json()["choices"][0]["text"].startswith(" Ida=07")
-
-
-def test_a_request_of_a_chosen_length_may_lose_its_pages(demo):
-    tokenizer, scheduler = demo.get_tokenizer(), scheduler_of(demo)
-    prompts = [tokenizer.encode(QUESTION), tokenizer.encode("User: Hello!\nBot:")]
-    asked = DiffusionParams(gen_length="auto", **SHORT)
-    expected = [output.outputs[0] for output in generate(demo, prompts, asked)]
-    rendered = [{"prompt_token_ids": prompt} for prompt in prompts]
-    settled = with_lengths(demo, rendered, [asked, asked])
-    preempted = []
-
-    def preempt():
-        for state in scheduler.running[: len(preempted) < 6]:
-            preempted.append(state.request.request_id)
-            scheduler._preempt(state)
-
-    run = run_in_steps(demo, prompts, settled, after_step=preempt)
-    assert {*preempted} == {"0", "1"}
-    assert run.tokens == [list(completion.token_ids) for completion in expected]
-    for one, other in zip(run.figures, expected, strict=True):
-        assert one.length_passes == other.diffusion.length_passes > 0
-        assert one.length_rows == other.diffusion.length_rows
-    assert_nothing_left(demo)
