@@ -1,15 +1,19 @@
 """One request of at most 50 KB, or clients that hang up, against everyone else: a plain
-request of another client takes about as long as alone."""
+request of another client waits for little more work than alone. Counted in the work of
+the server, which other programs on the machine do not change.
+"""
 
 import asyncio
 import contextlib
 import json
 import time
+from typing import NamedTuple
 
 import httpx
+import psutil
 import pytest
 
-from tests.support.server import DEMO_SERVER
+from tests.support.server import DEMO_SERVER, scrape
 
 pytestmark = pytest.mark.slow
 
@@ -18,13 +22,23 @@ PLAIN = {
     "prompt": "User: Tom=48. Ida=07. Give: Ida, Tom\nBot:",
     "max_tokens": 16,
 }
-LONGER_S, TIMES = 2.0, 4.0
-"""A busy machine gives a request more time than alone: a second, twice; and some times
-as long as alone.
-"""
-TRIES = 3
-"""Tests of other files run beside these, and may take the machine for a moment. What an
-attack does comes again.
+
+
+class Work(NamedTuple):
+    """Work of a server while it answers a request."""
+
+    steps: float
+    """Batches of the engine."""
+    rows: float
+    """Rows that it computes in them."""
+    seconds: float
+    """Processor time of the front end."""
+
+
+TIMES = 4
+MORE = Work(steps=100, rows=30_000, seconds=2.0)
+"""A request may take so much work beside others: some times as much as alone, and as
+much again as steps that began before it take.
 """
 SECONDS = 6.0
 """An attack is watched for so long. Then its client hangs up."""
@@ -123,28 +137,38 @@ HANG_UPS = {
 }
 
 
-async def seconds_of(client, path="/v1/completions", body=PLAIN):
-    start = time.perf_counter()
-    answer = await client.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    return time.perf_counter() - start
+def work_so_far(server):
+    counts = scrape(server.url)
+    time_used = psutil.Process(server.process.pid).cpu_times()
+    return Work(
+        counts["vllm:dllm_engine_steps_total"],
+        counts["vllm:dllm_tokens_computed_total"],
+        time_used.user + time_used.system,
+    )
 
 
-async def seconds_alone(client):
-    await seconds_of(client)
-    return max([await seconds_of(client) for _ in range(3)])
+class Client(httpx.AsyncClient):
+    """A client that counts what the server does until it answers."""
+
+    def __init__(self, servers):
+        self.server = servers("dllm", *DEMO_SERVER)
+        super().__init__(base_url=self.server.url, timeout=120)
+
+    async def work_of(self, body=PLAIN):
+        before = await asyncio.to_thread(work_so_far, self.server)
+        answer = await self.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        after = await asyncio.to_thread(work_so_far, self.server)
+        return Work(*(b - a for a, b in zip(before, after, strict=True)))
+
+    async def work_alone(self):
+        await self.work_of()
+        return Work(*map(max, *[await self.work_of() for _ in range(3)]))
 
 
-def client_of(servers):
-    return httpx.AsyncClient(base_url=servers("dllm", *DEMO_SERVER).url, timeout=120)
-
-
-def run_some_times(run):
-    """Run until no assertion fails, ``TRIES`` times at most."""
-    for _ in range(TRIES - 1):
-        with contextlib.suppress(AssertionError):
-            return asyncio.run(run())
-    return asyncio.run(run())
+def assert_little_more(work, alone, more=MORE):
+    most = Work(*(TIMES * a + b for a, b in zip(alone, more, strict=True)))
+    assert all(a <= b for a, b in zip(work, most, strict=True)), (work, most)
 
 
 async def hang_up(*tasks):
@@ -161,23 +185,21 @@ def test_a_request_does_not_hold_up_those_of_others(servers, kind):
     assert len(json.dumps(body)) <= 50_000
 
     async def run():
-        async with client_of(servers) as client, client_of(servers) as attacker:
-            alone = await seconds_alone(client)
-            beside = []
+        async with Client(servers) as client, Client(servers) as attacker:
+            alone = await client.work_alone()
             end = time.perf_counter() + SECONDS
             attack = asyncio.create_task(attacker.post(path, json=body))
             await asyncio.sleep(0.1)
-            while time.perf_counter() < end and (not attack.done() or not beside):
-                beside.append(await seconds_of(client))
+            is_first = True
+            while is_first or (time.perf_counter() < end and not attack.done()):
+                assert_little_more(await client.work_of(), alone)
+                is_first = False
             if attack.done():
                 assert attack.result().status_code in (200, 400), attack.result().text
             await hang_up(attack)
-            beside.append(await seconds_of(client))
-            assert max(beside) < TIMES * alone + LONGER_S, (
-                f"{beside} s, and {alone} s alone"
-            )
+            assert_little_more(await client.work_of(), alone)
 
-    run_some_times(run)
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("kind", HANG_UPS)
@@ -185,29 +207,23 @@ def test_what_clients_that_hung_up_have_asked_for_does_not_hold_up_others(
     servers, kind
 ):
     async def run():
-        async with client_of(servers) as client:
-            alone = await seconds_alone(client)
-            async with client_of(servers) as leaving:
-                bodies = [
-                    (path, {"model": "demo", **body}) for path, body in HANG_UPS[kind]
-                ]
+        async with Client(servers) as client:
+            alone = await client.work_alone()
+            async with Client(servers) as leaving:
                 tasks = [
-                    asyncio.create_task(leaving.post(path, json=body))
-                    for path, body in bodies
+                    asyncio.create_task(
+                        leaving.post(path, json={"model": "demo", **body})
+                    )
+                    for path, body in HANG_UPS[kind]
                 ]
                 await asyncio.sleep(1)
                 await hang_up(*tasks)
-            await asyncio.sleep(0.2)
-            plain = await seconds_of(client)
-            constrained = await seconds_of(
-                client, body=PLAIN | {"structured_outputs": {"regex": f"x|{kind}"}}
-            )
-            assert plain < TIMES * alone + LONGER_S, f"{alone} s alone"
-            assert constrained < TIMES * alone + 5 * LONGER_S, (
-                "its automaton takes a process, and no other's turn"
-            )
+            assert_little_more(await client.work_of(), alone)
+            # Its automaton takes a process, and no other's turn.
+            constrained = PLAIN | {"structured_outputs": {"regex": f"x|{kind}"}}
+            assert_little_more(await client.work_of(constrained), alone)
 
-    run_some_times(run)
+    asyncio.run(run())
 
 
 def test_a_large_body_is_refused_and_others_are_answered(servers):
@@ -216,13 +232,13 @@ def test_a_large_body_is_refused_and_others_are_answered(servers):
             yield b"x" * (1 << 20)
 
     async def run():
-        async with client_of(servers) as client:
+        async with Client(servers) as client:
+            alone = await client.work_alone()
             for content in (b"x" * (40 << 20), chunks()):
                 attack = asyncio.create_task(
                     client.post("/v1/completions", content=content)
                 )
-                alone = await seconds_alone(client)
+                assert_little_more(await client.work_of(), alone)
                 assert (await attack).status_code == 413
-                assert await seconds_of(client) < TIMES * alone + LONGER_S
 
-    run_some_times(run)
+    asyncio.run(run())
