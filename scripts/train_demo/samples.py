@@ -254,8 +254,8 @@ class SampleStream:
             for _ in range(self._rng.choice((1, 1, 2))):
                 task = self._rng.choice(list(TASK_WEIGHTS))
                 self._next_seed += 1
-                limits = {} if task == "chat" else {"pairs": (1, 6)}
-                (turn,) = make_examples(task, 1, self._next_seed, **limits)
+                pairs = None if task == "chat" else (1, 6)
+                (turn,) = make_examples(task, 1, self._next_seed, pairs=pairs)
                 space = self._rng.choice((" ", "  "))
                 text = f"{render_prompt(turn.prompt)}{space}{turn.answer}\n{text}"
         return self.tokenizer.encode(text).ids
