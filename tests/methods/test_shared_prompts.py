@@ -16,8 +16,9 @@ from tests.oracles.decode import decode
 from tests.oracles.decoding import Decoding
 from tests.oracles.models import PlainModel
 from tests.oracles.shared_prompts import SharedPrompts
-from tests.support.engines import assert_nothing_left, generate
+from tests.support.engines import assert_nothing_left, generate, scheduler_of
 from tests.support.random_decisions import decision_params, listed, random_decision
+from tests.support.stepped_engines import run_in_steps
 
 MODELS = ("llada-tiny-a", "dream-tiny-a")
 PAGE_SIZE = 8
@@ -161,6 +162,41 @@ def test_questions_about_one_text_compute_it_once(engines, tiny_llada):
     asked = sum(len(each.template) + 5 for each, _, _ in decisions)
     assert num_rows == len(text) + asked
     assert_nothing_left(llm)
+
+
+def test_room_for_rows_and_refreshes_is_counted_by_what_is_computed(
+    engines, tiny_llada
+):
+    """One whole prompt fills a step; then the other requests all begin in one, and each
+    owes only the rows that it computes.
+    """
+    llm = engines(
+        tiny_llada,
+        cache_method="dual",
+        page_size=PAGE_SIZE,
+        share_prompts=True,
+        max_num_batched_tokens=256,
+    )
+    assert llm.reset_prefix_cache()
+    prompts = [[1, 2], *([*range(100), *range(100), i] for i in range(8))]
+    asked = DiffusionParams(
+        gen_length=8, block_length=4, tokens_per_step=1, ignore_eos=True
+    )
+    owed: list[list[float]] = []
+
+    def after_step() -> None:
+        owed.append(sorted(scheduler_of(llm).refreshes._owed.values()))
+
+    run = run_in_steps(llm, prompts, [asked] * 9, after_step=after_step)
+    assert [len(plans) for plans in run.plans[:3]] == [2, 9, 9]
+    # The short request owes its whole canvas until the next step. Each of the others
+    # computes 9 rows (one token of its prompt, 8 of its response), and the short one's
+    # 4 of that step pay for as many.
+    first = 200 + 1 + 8
+    assert owed[0] == [10, first - 10]
+    assert owed[1] == [9 - 4] * 7 + [first - 10 - 4]
+    rows = sorted(figures.tokens_computed for figures in run.figures)
+    assert rows[:-1] == [42] * 7 + [44]
 
 
 @pytest.mark.parametrize(
