@@ -28,6 +28,9 @@ _MARK = "DLLM_QUIET"
 _ANSWERS, _SERVER = "answers", "server"
 """Its values: warnings alone, or also what a server's operator wants to see."""
 
+_LEVEL = "WARNING"
+"""vLLM's level in a process that is quiet."""
+
 _NO_TRITON = "Triton is for GPUs; a CPU has kernels of its own here"
 _OUR_CHOICE = "so our engines are set; what vLLM would do instead is not for them"
 _REFUSAL = "a client's mistake; one line says what was refused, and why"
@@ -102,7 +105,8 @@ class _Silence(logging.Filter):
 
 def _states_what_to_log(arguments: Mapping[str, Any]) -> bool:
     """Return True if the environment, or ``arguments`` of vLLM, say what to log."""
-    is_ours = _MARK in os.environ
+    level = os.environ.get("VLLM_LOGGING_LEVEL", _LEVEL)
+    is_ours = _MARK in os.environ and level == _LEVEL
     variables = () if is_ours else _VARIABLES
     return any(name in os.environ for name in variables) or any(
         arguments.get(name) for name in _ARGUMENTS
@@ -166,7 +170,7 @@ def quiet_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
     silence_alarms()
     # On a terminal, loading that takes long shows how far it is.
-    return {"log_level": "WARNING", "use_tqdm_on_load": sys.stderr.isatty()}
+    return {"log_level": _LEVEL, "use_tqdm_on_load": sys.stderr.isatty()}
 
 
 def be_quiet() -> None:
@@ -175,7 +179,7 @@ def be_quiet() -> None:
     """
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     if quiet_arguments({}):
-        os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
+        os.environ["VLLM_LOGGING_LEVEL"] = _LEVEL
 
 
 def be_quiet_server(arguments: Mapping[str, Any]) -> bool:
@@ -184,7 +188,7 @@ def be_quiet_server(arguments: Mapping[str, Any]) -> bool:
     if not quiet_arguments(arguments):
         return False
     os.environ[_MARK] = _SERVER
-    os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
+    os.environ["VLLM_LOGGING_LEVEL"] = _LEVEL
     continue_quietly()
     return True
 

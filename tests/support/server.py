@@ -64,6 +64,10 @@ class Server:
             "--port",
             str(self.port),
         ]
+        # The tests' own engines are quiet, which their processes would be as well.
+        inherited = {
+            name: value for name, value in environment.items() if name != "DLLM_QUIET"
+        }
         start = (
             Program
             if preloaded
@@ -74,7 +78,7 @@ class Server:
                 command,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                env={**environment, **variables},
+                env={**inherited, **variables},
             )
 
     @property
