@@ -36,12 +36,12 @@ FLAGS = (
     "--disable-background-networking --disable-component-update --disable-sync "
     "--disable-dev-shm-usage"
 ).split()
-PROMPT = "Tom=48. Ida=07. Max=31. Zoe=55. Ben=12. Eva=90. Give: Ida, Tom, Zoe, Eva"
+PROMPT = "Tom=48. Ida=26. Max=31. Zoe=55. Ben=12. Eva=90. Give: Ida, Tom, Zoe, Eva"
 SCHEMA = (
     '{"type": "object", "properties": {"age": {"type": "integer"}}, "required": '
     '["age"]}'
 )
-ANSWER = "Ida=07, Tom=48, Zoe=55, Eva=90"
+ANSWER = "Ida=26, Tom=48, Zoe=55, Eva=90"
 
 
 @pytest.fixture(scope="module")
