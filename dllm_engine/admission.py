@@ -196,8 +196,8 @@ def _check_request(
 def open_length_rule(
     extra_args: Mapping[str, Any], engine: EngineOptions, *, ignore_eos: bool
 ) -> LengthRule | None:
-    """The rule by which the length of a request is to be chosen; None: it is given, or
-    a decision's.
+    """Rule that chooses the length of a response; None if a request states its length,
+    or is a decision.
     """
     if DECISION in extra_args:
         return None
@@ -220,8 +220,8 @@ def _check_length_chosen(params: SamplingParams, engine: EngineOptions) -> None:
 
 
 def check_tokens(tokens: list[int], hf_config: Any, name: str = "the prompt") -> None:
-    """Raise ``InvalidRequestError`` if a prompt, or what is called ``name``, has no
-    tokens or one that no text has.
+    """Raise ``InvalidRequestError`` if a prompt has no tokens, or one that no text has.
+    ``name``: what the error calls the prompt.
     """
     if not tokens:
         raise InvalidRequestError(f"{name} is empty; give at least one token")
@@ -400,8 +400,8 @@ def settled_params(
 
 
 def _named_length(params: SamplingParams) -> int | None:
-    """Tokens of the response: as many as are asked for, at most a template's; None
-    where the request names none.
+    """Length of the response that the request states, at most its template's; None if
+    it states none.
     """
     length = params.max_tokens
     named = None if length is None or isinstance(length, DefaultLength) else int(length)

@@ -114,9 +114,10 @@ def read_input(path: Path) -> list[InputLine]:
 def answer_lines(
     llm: "LLM", lines: Sequence[InputLine], params: "DiffusionParams", *, use_chat: bool
 ) -> Iterator[list[Answer]]:
-    """Answer lines, and yield those that each step has finished; a line that cannot be
-    served gets an error. The engine holds twice as many requests as it can run at once:
-    its steps are full, and memory stays bounded."""
+    """Answer lines, and yield the lines that each step has finished. A line that cannot
+    be served gets an error. The engine has twice as many requests as it can run at
+    once, so that its steps are full and memory stays bounded.
+    """
     from vllm.exceptions import VLLMClientError
 
     window = 2 * llm.llm_engine.vllm_config.scheduler_config.max_num_seqs

@@ -167,7 +167,7 @@ class Sizing(Deployment):
 
     @property
     def num_bytes(self) -> int:
-        """All of it together."""
+        """Bytes of weights, activations and pages together."""
         return (
             self.weight_bytes
             + self.guide_weight_bytes

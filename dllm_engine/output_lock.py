@@ -48,8 +48,8 @@ class OutputLock(AbstractContextManager["OutputLock"]):
             raise
 
     def _is_at_its_path(self) -> bool:
-        """False if the run before removed the file after it was opened here: the next
-        run would lock another one.
+        """Return False if the run before removed the file after it was opened here. The
+        next run would lock another file.
         """
         try:
             return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())

@@ -138,7 +138,7 @@ def attention_with_lse(
 
 
 def _nothing(k: Tensor, num_requests: int) -> PagedTokens:
-    """No tokens in pages."""
+    """Make a ``PagedTokens`` without tokens."""
     no_page = k.new_empty(1, *k.shape[1:])
     per_head = torch.zeros(num_requests, k.shape[1], dtype=torch.int32, device=k.device)
     return PagedTokens(

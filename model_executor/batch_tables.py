@@ -19,8 +19,8 @@ WIDTH_UNIT = 8
 
 
 def padded_width(num_pages: int) -> int:
-    """The width of a batch's tables that hold so many pages: of few, because a recorded
-    step has tables of one.
+    """Width of a batch's tables for so many pages. There are few widths, because a
+    recorded step has tables of one width.
     """
     return -(-num_pages // WIDTH_UNIT) * WIDTH_UNIT
 

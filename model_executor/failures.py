@@ -15,7 +15,7 @@ them, and one rank may meet them alone, so the process ends."""
 
 
 def failure_of(request_id: str, error: Exception) -> RequestFailure:
-    """As ``messages.failure_of``, for work on a device."""
+    """Failure of a request's work on a device, as ``messages.failure_of`` makes it."""
     if isinstance(error, _OF_THE_DEVICE):
         raise error
     return messages.failure_of(request_id, error)

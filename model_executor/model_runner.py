@@ -413,7 +413,9 @@ class DiffusionModelRunner:
         num_steps: int,
         repeats: Repeats,
     ) -> Iterable[dict[str, StepPlan]]:
-        """``plans``, and those of the steps behind that may run with the same rows."""
+        """Plans of this step, and of the steps behind it that may run with the same
+        rows.
+        """
         if num_steps == 1 or repeats is Repeats.OTHER_WORK:
             return [plans]
         specs = {request_id: self.canvases[request_id].spec for request_id in plans}

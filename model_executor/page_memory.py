@@ -34,7 +34,9 @@ class PagePoolSpec(FullAttentionSpec):
 
     @classmethod
     def merge(cls, specs: "list[PagePoolSpec]") -> "PagePoolSpec":
-        """vLLM's own would fall back to one page per request."""
+        """Merge the specs of several layers. vLLM's own method would fall back to one
+        page per request.
+        """
         (spec,) = specs  # the pool is the only pseudo-layer
         return spec
 
@@ -109,8 +111,8 @@ class PageMemory(PageView):
         return rank * self.geometry.total_kv_heads // ranks
 
     def copy(self, copies: Iterable[tuple[list[int], list[int]]]) -> None:
-        """Copy pages, all as they were before: pairs of the ids of some, and of those
-        that become copies of them.
+        """Copy pages: pairs of the ids of originals, and of the pages that become their
+        copies. All originals are read before any copy is written.
         """
         sources, targets = (
             on_device([*chain.from_iterable(ids)], self.memory.device)
@@ -119,8 +121,8 @@ class PageMemory(PageView):
         self.memory[targets] = self.memory[sources]
 
     def view_for(self, num_kv_heads: int, head_dim: int) -> PageView:
-        """The same pages for a model of other heads: as many whole tokens as a page's
-        bytes hold.
+        """View of the same pages for a model of other heads, with as many whole tokens
+        as a page's bytes hold.
         """
         pages = self.memory.flatten(1)
         page_size = pages.shape[1] // (2 * num_kv_heads * head_dim)

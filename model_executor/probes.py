@@ -98,7 +98,7 @@ def masked_logprobs(
 
 
 def _limits(positions: torch.Tensor, block_length: int | None) -> torch.Tensor | None:
-    """End of each position's block, as ``RowBounds`` takes it."""
+    """End of each position's block, as limits of ``RowBounds``."""
     return (
         None
         if block_length is None

@@ -50,8 +50,9 @@ class Reporter:
     with_trace: bool
 
     def reports(self) -> list[dict[str, StepResult]]:
-        """A dictionary per step, by request, up to the last step that did something. A
-        request ends with its first failure."""
+        """Reports of each step by request, up to the last step that did something. A
+        request ends with its first failure.
+        """
         steps = self.run.plans
         reports: list[dict[str, StepResult]] = [{} for _ in steps]
         for index, (request_id, canvas) in enumerate(

@@ -42,7 +42,7 @@ def on_host(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
 
 
 def gather_from_ranks(values: torch.Tensor, tp_group: GroupCoordinator) -> torch.Tensor:
-    """``values`` of every rank, of any type but of one shape, in rank order:
+    """Gather ``values`` of every rank, of any type but of one shape, in rank order:
     ``[num_ranks, *values.shape]``.
     """
     if tp_group.world_size == 1:
@@ -54,8 +54,9 @@ def gather_from_ranks(values: torch.Tensor, tp_group: GroupCoordinator) -> torch
 
 
 def gather_shards(values: torch.Tensor, tp_group: GroupCoordinator) -> torch.Tensor:
-    """``values`` of every rank side by side; the last dimension may differ, as shards
-    of a vocabulary do. With several ranks this waits for the device."""
+    """Gather ``values`` of every rank side by side. The last dimension may differ, as
+    shards of a vocabulary do. With several ranks this waits for the device.
+    """
     if tp_group.world_size == 1:
         return values
     own_size = torch.tensor([values.shape[-1]], device=values.device)

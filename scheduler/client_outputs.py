@@ -29,8 +29,8 @@ class ClientOutputs:
             self._ended[request.client_index].add(request.request_id)
 
     def take(self, stats: SchedulerStats | None) -> dict[int, EngineCoreOutputs]:
-        """All of them, by client. One client gets ``stats``, also when nobody has
-        output.
+        """Take all outputs, by client. One client gets ``stats``, also when no client
+        has output.
         """
         taken = {
             client: EngineCoreOutputs(outputs=outputs)

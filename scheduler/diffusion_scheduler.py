@@ -541,8 +541,8 @@ class DiffusionScheduler(SchedulerInterface):
         return self.tables.forget_prefixes()
 
     def _do_nothing(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: encoders, speculative decoding and vLLM's structured output
-        are refused before.
+        """Do nothing for encoders, speculative decoding and vLLM's structured output,
+        which are refused before.
         """
 
     reset_encoder_cache = get_grammar_bitmask = shutdown = _do_nothing

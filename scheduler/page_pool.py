@@ -80,7 +80,8 @@ class PagePool:
         self._times_given: Counter[int] = Counter()
         """Number of times that a page has been given to requests, by page id."""
         self._given_now: Counter[int] = Counter()
-        """The same in the step in hand, which overwrites the page after it was copied."""
+        """The same in the step in hand, which overwrites the page after it was copied.
+        """
 
     @property
     def num_pages(self) -> int:
@@ -106,45 +107,47 @@ class PagePool:
         """The pages of a prefix for each of ``num_tables`` tables, as far as all tables
         have them.
         """
-        found = []
+        pages_by_key = []
         for key in keys:
             pages = self._blocks.get_cached_block(key, list(range(num_tables)))
             if pages is None:
                 break
-            found.append(pages)
-        return [list(table) for table in zip(*found, strict=True)]
+            pages_by_key.append(pages)
+        return [list(table) for table in zip(*pages_by_key, strict=True)]
 
     def can_reserve(
-        self, num_pages: int, found: Sequence[Sequence[KVCacheBlock]] = ()
+        self, num_pages: int, shared: Sequence[Sequence[KVCacheBlock]] = ()
     ) -> bool:
-        """``found``: those of them that the request takes from ``find``, by table."""
-        held_by_others = sum(page.ref_cnt > 0 for page in chain.from_iterable(found))
+        """Return True if the pool has room for ``num_pages``, of which a request takes
+        ``shared`` ones from ``find``."""
+        held_by_others = sum(page.ref_cnt > 0 for page in chain.from_iterable(shared))
         return self.num_reserved + num_pages - held_by_others <= self.num_pages
 
     def reserve(
         self,
         request_id: str,
         num_pages: int,
-        found: Sequence[Sequence[KVCacheBlock]] = (),
+        shared: Sequence[Sequence[KVCacheBlock]] = (),
         num_own: int = 0,
         num_keyed: int | None = None,
     ) -> None:
-        """Set ``num_pages`` aside, which ``can_reserve``, for a request whose tables
-        begin with ``num_own`` pages of its own and ``found``. ``num_keyed``: pages of
-        its text that others can find; None: those of ``found``."""
+        """Set aside ``num_pages``, for which ``can_reserve`` is True, for a request.
+        Its tables begin with ``num_own`` pages of its own and then ``shared`` ones.
+        ``num_keyed``: pages of its text that others can find; None: the shared ones.
+        """
         self._reserved[request_id] = num_pages
-        self._blocks.touch([*chain.from_iterable(found)])
+        self._blocks.touch([*chain.from_iterable(shared)])
         self._tables[request_id] = [
-            [*self._new_pages(num_own), *table] for table in found
+            [*self._new_pages(num_own), *table] for table in shared
         ]
         self._num_held += sum(map(len, self._tables[request_id]))
         if num_keyed is None:
-            num_keyed = len(found[0]) if found else 0
+            num_keyed = len(shared[0]) if shared else 0
         self.num_keyed[request_id] = num_keyed
 
     def grow(self, request_id: str, num_pages: int) -> bool:
-        """Raise a request's reservation to ``num_pages``, if it has less; whether the
-        pool has room for that.
+        """Raise a request's reservation to ``num_pages``, if it has less. Return False
+        if the pool has no room for that.
         """
         more = num_pages - self._reserved[request_id]
         if more > 0 and not self.can_reserve(more):
@@ -195,8 +198,8 @@ class PagePool:
     def append_copies(
         self, request_id: str, pages: Sequence[KVCacheBlock]
     ) -> tuple[list[int], list[int]]:
-        """Give each of the first tables of a request a page that has to become a copy
-        of one of ``pages``; returns the ids of these, and of the copies.
+        """Append to each of a request's first tables a page that has to become a copy
+        of one of ``pages``. Returns the ids of the originals, and of the copies.
         """
         sources = [page.block_id for page in pages]
         copies = self._new_pages(len(pages))
@@ -216,8 +219,8 @@ class PagePool:
         return pages
 
     def forget_keys(self) -> bool:
-        """Let no page be found any more; whether that could be done, which it cannot
-        while requests hold pages.
+        """Let no page be found any more. Return False if that cannot be done, because
+        requests hold pages.
         """
         return self._blocks.reset_prefix_cache()
 

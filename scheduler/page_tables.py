@@ -178,8 +178,8 @@ class PageTables:
             self.pages.add_keys(state.request_id, keys, num_tables)
 
     def _note_next(self, state: RequestState, first: int, retained: int) -> None:
-        """Let others find what the prompt's pages hold, from the ``first`` on, by the
-        pages before.
+        """Let others find the prompt's pages from ``first`` on, by the pages before
+        them.
         """
         prompt = state.request.prompt_token_ids or []
         size, num_tables = self.geometry.page_size, self.geometry.num_layers
@@ -272,7 +272,7 @@ class PageTables:
 def what_is_kept(
     options: EngineOptions, geometry: PoolGeometry, pages: PagePool, page_bytes: int
 ) -> str:
-    """A line of the log about the pool."""
+    """Line of the log that says what the pool's pages are for."""
     cache_options = options.cache.model_dump() or ""
     method = f"cache_method={options.cache_method!r} {cache_options}".strip()
     if not options.uses_pages:

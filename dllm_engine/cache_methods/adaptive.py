@@ -75,9 +75,10 @@ class AdaptiveStep:
 
 def plan_adaptive(spec: DecodingSpec, progress: Progress) -> StepPlan:
     """Algorithm 1: prompt and response are recomputed at intervals of their own,
-    counted over the whole response (``_due``); between them ``update_ratio`` of the response rows are, chosen
-    per layer. A ratio of 0 reuses the response as it is; one that comes to less than a
-    row recomputes none, but still replaces all values."""
+    counted over the whole response (``_due``); between them ``update_ratio`` of the
+    response rows are, chosen per layer. A ratio of 0 reuses the response as it is; one
+    that comes to less than a row recomputes none, but still replaces all values.
+    """
     options = AdaptiveOptions.of(spec)
     prompt_due = _due(options.prompt_refresh_interval, spec, progress)
     response_due = _due(options.response_refresh_interval, spec, progress)
@@ -127,7 +128,9 @@ def live_start(spec: DecodingSpec) -> int:
 
 
 def feature_pages(spec: DecodingSpec, geometry: PoolGeometry) -> list[int]:
-    """A layer that recomputes every live row in every step needs no features."""
+    """Pages of features. A layer that recomputes every live row in every step needs
+    none.
+    """
     features = [
         geometry.feature_pages(
             spec.layout.canvas_length - live_start(spec), geometry.hidden_size

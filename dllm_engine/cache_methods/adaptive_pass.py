@@ -147,7 +147,7 @@ class AdaptivePass(LayerPass):
         self.places[self.choice.fixed] = self.choice.fixed_places
 
     def _tables(self, batch: StepBatch, pages: PageMemory) -> KeptTables:
-        """K/V of the whole canvas, by position."""
+        """Tables of the K/V of the whole canvas, by position."""
         return TokenTables(batch, pages)
 
     def _split(self, sizes: Sequence[int]) -> SplitRows:

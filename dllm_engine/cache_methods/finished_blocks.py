@@ -48,9 +48,10 @@ def plan_blocks(spec: DecodingSpec, progress: Progress) -> StepPlan:
 
 
 def shorten(plan: StepPlan, spec: DecodingSpec, max_rows: int) -> StepPlan | None:
-    """A part of what ``plan`` keeps before its block, whole blocks of at most
-    ``max_rows``; it fills nothing, and nothing of it is a method's own. None where no
-    block fits."""
+    """Cut ``plan`` to a part of what it keeps before its block: whole blocks of at most
+    ``max_rows``. The part fills nothing and has nothing of a method's own. None where
+    no block fits.
+    """
     start, block = plan.span.start, spec.layout.from_block_start(plan.window)
     stop = start + max_rows
     if spec.layout.attention == "block_causal":

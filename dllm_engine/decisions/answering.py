@@ -179,7 +179,7 @@ def _check_length(prompt_length: int, row: Row, limit: int) -> None:
 
 
 async def _all_of(waiting: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """The results of all together. If one fails, the others end."""
+    """Wait for all results. If one fails, cancel the others."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(each) for each in waiting]

@@ -91,7 +91,7 @@ class CanvasLayout:
 
     @property
     def rows_at_once(self) -> int:
-        """The most rows that only one step can compute."""
+        """The most rows that a step must compute together."""
         return self.round_length or self.attended_length
 
     @property
@@ -104,7 +104,9 @@ class CanvasLayout:
 
     @property
     def lead(self) -> int:
-        """Positions that the first block of the canvas lacks of a whole one."""
+        """Number of positions that the first block of the canvas is short of a whole
+        one.
+        """
         if self.block_origin == "canvas":
             return 0
         return -self.prompt_length % self.attended_length
@@ -116,8 +118,9 @@ class CanvasLayout:
         return position - (position + self.lead) % self.attended_length
 
     def final_stop(self, position: int) -> int:
-        """End of the positions that the keys and values of a finished one depend on;
-        with full attention, those that requests which share prompts ask for.
+        """End of the positions that keys and values of a finished ``position`` depend
+        on. With full attention they depend on all positions; requests that share
+        prompts take them as if they depended on none behind.
         """
         if self.attention != "block_causal":
             return position + 1
@@ -180,9 +183,8 @@ class CanvasLayout:
         return {}
 
     def from_block_start(self, window: Span) -> Span:
-        """``window``, from the first position of its block to the last; attention by
-        blocks computes blocks whole. In a round: the last verified token and all that
-        is drafted behind it.
+        """Extend ``window`` to whole blocks, which attention by blocks computes. In a
+        round of self-speculation: the last verified token and all drafts behind it.
         """
         if self.round_length is not None:
             return Span(window.start - 1, window.stop - 1)

@@ -227,8 +227,8 @@ def predicts_next(spec: DecodingSpec, progress: Progress) -> bool:
 def unmask_quota(
     spec: DecodingSpec, progress: Progress, window: Span, window_alone: bool
 ) -> UnmaskQuota:
-    """Unmask quota of a step in ``window``: by the family's schedule (LLaDA: uniform, Dream: time
-    grid), or ``tokens_per_step``.
+    """Unmask quota of a step in ``window``: by the family's schedule (LLaDA: uniform,
+    Dream: time grid), or ``tokens_per_step``.
 
     ``window_alone``: later steps feed no row before the window. With shifted logits
     they cannot predict the first position of the window. So the first step of a block
@@ -309,8 +309,8 @@ def unmask_quota(
 
 
 def cut(progress: Progress, span: Span) -> Span:
-    """``span`` as a step computes it: fast passes of SlowFast sampling, after the
-    first, end with what they fill.
+    """Cut ``span`` to what a step computes. After the first, fast passes of SlowFast
+    sampling end with the positions that they fill.
     """
     state = progress.span
     return (

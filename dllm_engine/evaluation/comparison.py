@@ -262,8 +262,8 @@ class Comparison(AbstractContextManager["Comparison"]):
         return [row for row in rows if row.is_measured]
 
     def save(self, **about: Any) -> None:
-        """Replace the file by all of it, after ``about``, so that an interruption
-        leaves the old one or the new one.
+        """Replace the file by all rows, behind ``about``. An interruption leaves the
+        old file or the new one.
         """
         if self._path is None:
             return

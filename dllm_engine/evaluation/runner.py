@@ -89,8 +89,8 @@ class MeasuredEngine:
         self.llm, self.cost, self._label = llm, Cost(), label
 
     def complete(self, requests: Sequence[Request]) -> tuple[list[Any], Cost]:
-        """As ``complete_requests``; the first requests of all are answered once before,
-        to warm up.
+        """Complete requests as ``complete_requests`` does. The first requests of all
+        are answered once before, to warm up.
         """
         if not self.cost.requests:
             complete_requests(self.llm, requests[:NUM_WARMUP])

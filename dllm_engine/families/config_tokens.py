@@ -29,7 +29,9 @@ def model_end_tokens(hf_config: object) -> list[int]:
 
 
 def every_end_token(hf_config: object) -> list[int]:
-    """Those, and what ends a turn of a chat."""
+    """The end tokens that a checkpoint's config names, and the one that ends a turn of
+    a chat.
+    """
     return [
         *model_end_tokens(hf_config),
         *_config_tokens(hf_config, "end_of_turn_token_id"),

@@ -27,8 +27,8 @@ class RequestContext:
 
 
 def refused(reason: str) -> ValueError:
-    """``InvalidRequestError``; a ``ValueError`` in a command that plans without vLLM,
-    whose import takes seconds.
+    """Make an ``InvalidRequestError``, or a ``ValueError`` in a command that plans
+    without vLLM, whose import takes seconds.
     """
     if "vllm" not in sys.modules:
         return ValueError(reason)

@@ -326,7 +326,7 @@ def _bounds(schema: dict[str, Any]) -> dict[str, Fraction]:
 
 
 def _bounded(bounds: dict[str, Fraction], places: int) -> Expression:
-    """Decimals of as many digits behind the point."""
+    """Decimals within bounds, with so many digits behind the point."""
     return decimals(
         *integer_range(
             {keyword: bound * 10**places for keyword, bound in bounds.items()}

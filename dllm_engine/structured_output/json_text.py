@@ -183,7 +183,7 @@ def _naturals(
 
 
 def _between(low: str, high: str) -> Iterator[tuple[Expression, ...]]:
-    """Digits of numbers from ``low`` to ``high``, which have as many."""
+    """Digits of numbers from ``low`` to ``high``, which have equally many digits."""
     if set(low) <= {"0"} and set(high) <= {"9"}:
         yield (_DIGIT,) * len(low)
         return

@@ -108,8 +108,8 @@ def check_size(text: str, name: str, remedy: str) -> None:
 
 
 class ReasoningArguments(NamedTuple):
-    """Settings of a request about reasoning. vLLM's front ends give the first two beside
-    the parameters.
+    """Settings of a request about reasoning. vLLM's front ends give the first two
+    beside the parameters.
     """
 
     ended: bool | None = None
@@ -120,16 +120,16 @@ class ReasoningArguments(NamedTuple):
     """The most tokens of reasoning; None: any number."""
 
     def within(self, length: int) -> "ReasoningArguments":
-        """The same for a response of ``length`` tokens, without a budget that is no
-        less.
+        """These settings for a response of ``length`` tokens, without a budget that is
+        as long.
         """
         needs_budget = self.budget is not None and self.budget < length
         return self if needs_budget else self._replace(budget=None)
 
 
 def has_grammar(params: Any) -> bool:
-    """Return True if a request asks for a text that an automaton reads: structured output, or
-    a budget of reasoning.
+    """Return True if a request asks for a text that an automaton reads: structured
+    output, or a budget of reasoning.
     """
     asked = (
         getattr(params, name, None)
@@ -286,7 +286,7 @@ def _grammars_of_all(
 
 
 async def reading(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function that reads a tokenizer or a schema, in a thread that has no other
+    """Call a function that reads a tokenizer or a schema in a thread that has no other
     work.
     """
     return await asyncio.get_running_loop().run_in_executor(_READER, function, *args)

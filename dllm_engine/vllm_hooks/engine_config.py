@@ -442,7 +442,9 @@ def _tell_of_guessed_settings(
 
 
 def _with_guide_shape(options: EngineOptions, vllm_config: VllmConfig) -> EngineOptions:
-    """Raises ``ValueError`` where the guide model cannot guide this model."""
+    """The options with the guide's sizes; raises ``ValueError`` where the guide model
+    cannot guide this model.
+    """
     guide, model_config = options.guide_model, vllm_config.model_config
     assert guide is not None
     check_sizes(guide, guide_config(guide), vllm_config)

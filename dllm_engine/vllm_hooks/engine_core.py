@@ -33,8 +33,9 @@ def guard_weights(
     args: tuple = (),
     kwargs: Any = None,
 ) -> Any:
-    """For the calls that change weights, and for ``masked_logprobs``, which returns one
-    rank's answer (None while no request may begin) and how often weights have changed.
+    """Guard calls of the workers that change weights, and ``masked_logprobs``. That
+    returns one rank's answer (None while no request may begin) and how often weights
+    have changed.
     """
     if method not in (*_CHANGES, "masked_logprobs") or not is_ours(self):
         return collective_rpc(self, method, timeout, args, kwargs)
@@ -87,7 +88,7 @@ def sleep_if_possible(
 
 
 def release_if_unused(release: Original, self: Any) -> None:
-    """Keep the pages of running requests."""
+    """Release the memory of pages, unless requests run: their pages would be lost."""
     if is_ours(self):
         _refuse_while_running(
             self, "release_kv_cache_memory", "their pages would be lost"

@@ -266,9 +266,10 @@ def add_with_lengths(
 async def render_and_build(
     render: Original, self: Any, request: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """vLLM's server renders a request's prompt, settles what its answer must match and
-    then checks the request. Build the automaton in between: it takes seconds, in which
-    the server must answer others."""
+    """Build the automaton of what an answer must match between vLLM's rendering of the
+    prompt and its check of the request. Building takes seconds, in which the server
+    must answer others.
+    """
     rendered = await render(self, request, *args, **kwargs)
     if is_ours(self):
         params = getattr(request, "sampling_params", None)  # of tokens in, tokens out
@@ -297,8 +298,8 @@ async def render_and_build(
 
 
 async def let_others_run(trace_headers: Original, self: Any, headers: Any) -> Any:
-    """vLLM asks for the headers of each prompt of a request, and prepares all prompts
-    without a pause.
+    """Let other requests run whenever vLLM asks for the headers of a prompt: it
+    prepares all prompts of a request without a pause.
     """
     if is_ours(self):
         await asyncio.sleep(0)
@@ -314,8 +315,8 @@ def respond_if_valid(
     *args: Any,
     **kwargs: Any,
 ) -> AsyncGenerator[Any, None]:
-    """``/v1/responses`` calls ``generate`` inside a generator, so its request is
-    checked when that one is made.
+    """Check a request of ``/v1/responses`` when its generator is made, which calls
+    ``generate`` later.
     """
     engine = self.engine_client
     with_reasoning = with_arguments(sampling_params, kwargs)
@@ -396,8 +397,8 @@ def _as_made(params: Any) -> Any:
 def refuse_beam_search(
     beam_search: Original, self: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """vLLM's beam search asks for one token at a time with its alternatives. The engine
-    would serve that, but it means nothing: a diffusion model has no prefix to extend.
+    """Refuse vLLM's beam search. It asks for one token at a time with its alternatives,
+    which means nothing here: a diffusion model has no prefix to extend.
     """
     if is_ours(self):
         raise InvalidRequestError(NO_BEAM_SEARCH)

@@ -20,8 +20,8 @@ from dllm_engine.vllm_hooks.patch import Original
 
 
 class Detokenizer:
-    """vLLM's, which leaves the last token of a response that stops out of the text,
-    since it takes it for an end token.
+    """vLLM's detokenizer with the whole text: vLLM leaves out the last token of a
+    response that stops, since it takes that for an end token.
     """
 
     def __init__(self, detokenizer: Any) -> None:
@@ -123,7 +123,7 @@ class DiffusionRequestOutput(RequestOutput):
 def state_with_figures(
     from_new_request: Original, cls: type, *args: Any, **kwargs: Any
 ) -> Any:
-    """vLLM makes the state of a request."""
+    """Make vLLM's state of a request of a class that has figures."""
     is_pooling = kwargs["request"].sampling_params is None
     state_class = cls if is_pooling else DiffusionRequestState
     state = from_new_request(state_class, *args, **kwargs)

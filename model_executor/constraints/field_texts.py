@@ -256,8 +256,8 @@ class FieldChances:
     def _beginnings(
         self, spellings: Sequence[bytes], choose: Choice, most: int | None = None
     ) -> Iterator[tuple[int, Beginnings]]:
-        """Each state that beginnings of texts lead to, and these; ``most``: only as
-        many, the most promising ones.
+        """Beginnings of texts by the state that they lead to; ``most``: only so many,
+        the most promising ones.
         """
         own, width = self.own, self.own.num_positions
         rows_of: list[dict[bytes, int]] = [{} for _ in range(own.num_states)]

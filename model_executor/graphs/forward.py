@@ -49,7 +49,9 @@ class ForwardSize(NamedTuple):
     def of(
         cls, batch: StepBatch, layer_pass: PagedPass | DensePass
     ) -> "ForwardSize | None":
-        """The smallest graph for a pass; None: launching takes less time."""
+        """Size of the smallest graph for a pass; None if launching the pass takes less
+        time.
+        """
         num_requests = len(batch.sizes)
         num_rows = batch.bounds[-1]
         longest = max(batch.sizes)

@@ -71,8 +71,9 @@ class GraphCache(Generic[_Key, _Graph]):
         self.num_launched: Counter[_Key] = Counter()
 
     def get(self, key: _Key, after: int = 0, *given: Any) -> _Graph | None:
-        """The graph; one that is not there is made once it has been asked for more than
-        ``after`` times. None: launch the step."""
+        """Graph of a key; None: launch the step. A graph is made when it has been asked
+        for more than ``after`` times.
+        """
         if key not in self.graphs:
             if len(self.num_launched) == MAX_COUNTED:
                 self.num_launched.clear()

@@ -184,8 +184,9 @@ class StepGraphs:
 
     def problem(self, max_error: float) -> str | None:
         """Difference between a graph and the same work launched, on made-up numbers;
-        None: none. It writes to the first page of the pool and to the canvases.
-        ``max_error`` is that of hidden states, over the largest of them."""
+        None if there is none. It writes to the first page of the pool and to the
+        canvases. ``max_error`` is that of hidden states, over the largest of them.
+        """
         if self.rank.pages is not None:
             self.rank.pages.memory[1].normal_()
         for (num_requests, num_rows, *_), forward in self.forwards.graphs.items():

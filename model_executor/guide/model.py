@@ -271,8 +271,8 @@ class Guide:
 def _failures_of(
     drafts: list[Draft], do: Callable[[Draft], RequestFailure | None]
 ) -> Failures:
-    """Call ``do`` for each draft; what it returns, or raises, is the failure of the
-    draft's request.
+    """Call ``do`` for each draft, and collect the failures that it returns or raises,
+    by request.
     """
     failures: Failures = {}
     for draft in drafts:

@@ -323,7 +323,7 @@ class Retokenizer:
         guided += read
 
     def _tokens_of_text(self, text: str) -> list[int]:
-        """The guide's."""
+        """Tokens of a text by the guide's tokenizer."""
         return self.encoder.encode(text, add_special_tokens=False).ids
 
 

@@ -278,6 +278,8 @@ def check_content(path: Path) -> None:
 
 
 def _check_regular(path: Path) -> None:
-    """Opening a pipe would wait for its writer."""
+    """Refuse a file that is not a regular one: opening a pipe would wait for its
+    writer.
+    """
     if os.path.lexists(path) and not path.is_file():
         raise ValueError(f"{path} is no regular file, nor a link to one")

@@ -1,5 +1,5 @@
-"""What a config says of its model beside its keys, and a config that can be read without
-transformers.
+"""What a config says of its model beside its keys, and a config that can be read
+without transformers.
 """
 
 from collections.abc import Mapping
@@ -124,7 +124,8 @@ def schema_values(
 def own_values(
     schema: type[CheckpointKeys], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The same, with the id of the mask where the folder's tokenizer names it."""
+    """The values that the schema reads, with the id of the mask where the folder's
+    tokenizer names it."""
     own = schema_values(schema, values)
     folder = values.get("name_or_path")
     if folder and values.get("mask_token_id") is None:

@@ -4,7 +4,8 @@ MLP.
 Blocks are Llama's, Qwen2's or Qwen3's, some with experts; families differ in what their
 configs and rows of the table of families say. A layer exposes its *parts*. It has no
 ``forward``: the loop over the layers belongs to a layer pass
-(``model_executor/passes/base.py``), which may change the rows between and inside layers.
+(``model_executor/passes/base.py``), which may change the rows between and inside
+layers.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -298,8 +299,8 @@ class DiffusionDecoder(nn.Module):
 
     @cached_property
     def rotary_table(self) -> torch.Tensor:
-        """Made on first use, so that it is not among the weights that `sleep(level=2)`
-        discards.
+        """Table of RoPE. It is made on first use, so that it is not among the weights
+        that ``sleep(level=2)`` discards.
         """
         return rope_table(
             self.config, self.max_positions, self.final_norm.weight.device

@@ -212,7 +212,9 @@ class WholePass(DensePass):
 
 
 def _named_rows(plan: StepPlan) -> np.ndarray:
-    """Those of positions that are in pages alone are negative."""
+    """Rows of the positions that a plan adds, counted from its request's first one;
+    negative for positions that are only in pages.
+    """
     spans = [span for retention in plan.adds for span in retention.spans]
     positions = ranges([span.start for span in spans], [span.size for span in spans])[1]
     rows = positions - plan.span.start

@@ -172,7 +172,7 @@ class RequestNumbers:
 
     @classmethod
     def zeros(cls, num_requests: int) -> "RequestNumbers":
-        """On the host."""
+        """Zeros on the host."""
         return cls(np.zeros((len(Number), num_requests), dtype=np.int64))
 
     def __getitem__(self, number: Number) -> Any:

@@ -60,8 +60,9 @@ class TokenLogprobs(_Rows):
 
     @classmethod
     def empty(cls, tokens: torch.Tensor, num_logprobs: int) -> "TokenLogprobs":
-        """To be filled in; a row that nothing is predicted for keeps its token of
-        ``tokens`` ``[num_rows]``, which is certain."""
+        """Statistics to be filled in. A row that nothing is predicted for keeps its
+        token of ``tokens`` ``[num_rows]``, which is certain.
+        """
         top_tokens = tokens[:, None].repeat(1, num_logprobs)
         return cls(
             token=torch.zeros_like(tokens, dtype=torch.float32),

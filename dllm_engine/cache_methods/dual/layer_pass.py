@@ -12,6 +12,8 @@ class DualPass(RetentionPass):
 
     @classmethod
     def of(cls, batch: StepBatch, pages: PageMemory) -> LayerPass:
-        """A refresh of near positions alone keeps every position in place."""
+        """Pass of a batch. A refresh of near positions alone keeps every position in
+        place.
+        """
         refreshes_near = DualOptions.of(batch.canvases[0].spec).refresh == "near"
         return (OverwritePass if refreshes_near else cls)(batch, pages)

@@ -59,7 +59,7 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
 def retain_all(
     spec: DecodingSpec, window: Span, num_shared: int
 ) -> tuple[Retention, list[Retention]]:
-    """Everything outside the window."""
+    """All positions outside the window."""
     old, new = split(spec, window, num_shared)
     return Retention.whole(old), [Retention.whole(*new)]
 

@@ -192,8 +192,8 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
 def _due(
     options: ESDLLMOptions, spec: DecodingSpec, progress: Progress
 ) -> tuple[bool, bool]:
-    """Return two booleans: the window, and the prompt, is computed as a whole in this
-    step.
+    """Tell whether this step computes the whole window, and whether it computes the
+    whole prompt.
 
     One block at a time follows a clock that begins a block at the number of response
     tokens before it, as if every block took a step per token (the authors' code).

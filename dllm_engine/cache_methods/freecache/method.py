@@ -32,8 +32,8 @@ class FreeCacheOptions(CacheOptions):
     paper: 256, with blocks of 64). None: one block."""
 
     def refusal(self, spec: DecodingSpec) -> str | None:
-        """Cache blocks are whole blocks; a response of one block keeps nothing but its
-        prompt.
+        """Reason why a request is refused: cache blocks are whole blocks, and a
+        response of one block keeps nothing but its prompt.
         """
         length = self.cache_block_length
         if (

@@ -179,8 +179,8 @@ class MaskKVPass(AdaptivePass):
         rows: torch.Tensor | None,
         qkv: Sequence[torch.Tensor],
     ) -> torch.Tensor:
-        """All requests that attend alone are in their first pass. They vote before
-        anything is written.
+        """Attend as dLLM-Cache does. Requests that attend alone are in their first
+        pass, and vote before anything is written.
         """
         n, (q, k, v) = computed.num_paged_rows, qkv
         if n == q.shape[0]:

@@ -86,8 +86,8 @@ class MaskKVOptions(AdaptiveOptions):
 
     @property
     def largest(self) -> Self:
-        """A share of one prompt token is none, while of a few the heads of a rank may
-        retain them all.
+        """Options with which the prompt's share is largest. A share of one prompt token
+        is none, while the heads of a rank may retain all of a few tokens.
         """
         return self.model_copy(update={"retention_ratio": 1.0})
 

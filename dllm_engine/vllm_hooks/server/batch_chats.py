@@ -12,7 +12,9 @@ from dllm_engine.vllm_hooks.server.settling import CHATS, settle
 
 
 async def answer_as_over_http(build: Original, engine_client: Any, args: Any) -> Any:
-    """vLLM has no application for a file, so no middleware sees its requests."""
+    """Answer the chats of a file as over HTTP. vLLM has no application for a file, so
+    no middleware sees its requests.
+    """
     if not is_ours(engine_client):
         return await build(engine_client, args)
     serve_tool_calls(args, engine_client.vllm_config.model_config)

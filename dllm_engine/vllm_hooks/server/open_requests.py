@@ -80,13 +80,14 @@ class OpenRequest:
                 yield output
 
     def fail(self, error: Exception) -> NoReturn:
-        """End it with an error of its own."""
+        """End the request with an error of its own."""
         raise error
 
 
 class OpenHTTPRequest(OpenRequest):
-    """One over HTTP, whose errors the middleware writes: vLLM has no form of them for
-    some routes, and does not stop what waits for anything but the engine."""
+    """An open request over HTTP. The middleware writes its errors: vLLM has no form of
+    them for some routes, and does not stop what waits for anything but the engine.
+    """
 
     def __init__(self, route: str, task: "asyncio.Task[Any]") -> None:
         super().__init__(route)
@@ -156,7 +157,7 @@ class OpenRequests:
         del self._requests[task]
 
     async def finished(self, seconds: float) -> None:
-        """Until no request is open, for so many seconds at most."""
+        """Wait until no request is open, so many seconds at most."""
         if self._requests:
             await asyncio.wait(self._requests, timeout=seconds)
 

@@ -162,7 +162,9 @@ def _with_fields(event: str, fields: dict[int, dict[str, Any]]) -> str:
 
 
 def _asks_for_trace(request: Any) -> bool:
-    """The option itself was checked when the request was admitted."""
+    """Return True if a request asks for the trace. The option was checked when the
+    request was admitted.
+    """
     return bool(RequestOptions(trace=(request.vllm_xargs or {}).get("trace")).trace)
 
 
