@@ -25,9 +25,8 @@ def _package(entry: EntryPoint) -> str:
 
 
 class EntryPointGroup(Mapping[str, Member], Generic[Member]):
-    """What installed packages have in a group of entry points, by name, in
-    alphabetical order. All of it is imported at the first use, so that what is broken
-    is told at the start.
+    """Members of a group of entry points by name, in alphabetical order. All are
+    imported at the first use, so that a broken one is told at the start.
     """
 
     def __init__(self, group: str, kind: type[Member], reserved: Sequence[str]) -> None:

@@ -193,7 +193,7 @@ class DiffusionParams(_Fields):
         return f"DiffusionParams({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
     def to_sampling_params(self) -> SamplingParams:
-        """The same request as vLLM's own class. Its wire format omits fields that hold
+        """The parameters as vLLM's own class. Its wire format omits fields that hold
         their default, so the receiver would fill in those of another class."""
         return SamplingParams(
             **{name: getattr(self, name) for name in SamplingParams.__struct_fields__}

@@ -227,8 +227,8 @@ class BatchCandidates:
     def split(
         self, statistics: TokenStatistics
     ) -> Iterator[tuple[int, torch.Tensor, TokenStatistics]]:
-        """For each request that has candidates: its number in the batch, their
-        positions, and their statistics.
+        """Yield the number in the batch of each request that has candidates, with their
+        positions and statistics.
         """
         sizes = np.diff(self.bounds).tolist()
         parts = zip(self.positions.split(sizes), statistics.split(sizes), strict=True)

@@ -368,7 +368,7 @@ class DiffusionScheduler(SchedulerInterface):
 
     @property
     def admits(self) -> bool:
-        """True if requests may begin: the engine is not paused, and has all of its
+        """True if requests may begin: the engine is not paused and has all of its
         weights.
         """
         return (

@@ -162,8 +162,8 @@ class EngineStats:
             )
 
     def message(self) -> dict[str, Any]:
-        """For ``SchedulerStats.kv_connector_stats``: the only free dictionaries of
-        vLLM's message are those of key-value connectors.
+        """The counts for ``SchedulerStats.kv_connector_stats``: the only free
+        dictionaries of vLLM's message are those of key-value connectors.
         """
         return {STATS_KEY: vars(self)}
 

@@ -27,7 +27,7 @@ class RequestResolver:
     """Draws the seeds of requests that name none."""
 
     def resolve(self, request: Request) -> RequestState:
-        """Raises ``ValueError`` for a request that cannot be served."""
+        """State of a new request; raises ``ValueError`` for one that cannot be served."""
         params = request.sampling_params
         if params is None or not request.prompt_token_ids:
             raise ValueError("a prompt of token ids and sampling parameters are needed")

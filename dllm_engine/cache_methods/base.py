@@ -96,8 +96,8 @@ class CacheMethod:
     def settings_for(
         self, model: str, family: ModelFamily
     ) -> tuple[bool, Mapping[str, Any]]:
-        """True if a model's name selects settings of papers, and the settings that the
-        model gets.
+        """Return True if a model's name selects settings of papers, and the settings
+        that the model gets.
         """
         papers, name = self.options.paper_settings, own_name(model)
         by_part = papers.get(family.name, {"": {}})

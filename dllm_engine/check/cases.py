@@ -47,24 +47,26 @@ class Sizes(NamedTuple):
 
 
 class Draw:
-    """The same numbers whatever the device: rounded to ``dtype``, held in ``held``."""
+    """Draws the same numbers whatever the device, rounded to ``dtype``, in tensors of type
+    ``stored``.
+    """
 
     def __init__(
         self,
         sizes: Sizes,
         dtype: torch.dtype,
-        held: torch.dtype,
+        stored: torch.dtype,
         device: str,
         seed: int = 0,
     ) -> None:
-        self.sizes, self.dtype, self.held, self.device = sizes, dtype, held, device
+        self.sizes, self.dtype, self.stored, self.device = sizes, dtype, stored, device
         self.generator = torch.Generator().manual_seed(seed)
 
     def normal(self, *shape: int) -> torch.Tensor:
         return (
             torch.randn(shape, generator=self.generator)
             .to(self.dtype)
-            .to(self.device, self.held)
+            .to(self.device, self.stored)
         )
 
     def integers(self, low: int, high: int, count: int) -> torch.Tensor:
@@ -116,7 +118,7 @@ def paged_case(
     pool = torch.full(
         (tables.numel(), 2, num_slots, dim),
         torch.nan,
-        dtype=draw.held,
+        dtype=draw.stored,
         device=draw.device,
     )
     for request, head in itertools.product(range(len(rows)), range(kv_heads)):

@@ -99,7 +99,7 @@ def _print_completion(args: argparse.Namespace) -> int:
 
 
 def _bash_script(commands: Mapping[str, argparse.ArgumentParser]) -> str:
-    """For bash, and for zsh with its functions of the same names."""
+    """Completion script for bash, and for zsh with its functions of the same names."""
     cases = []
     for name, parser in commands.items():
         options = [word for word in parser._option_string_actions if len(word) > 2]

@@ -28,8 +28,8 @@ class Automaton:
 
     @cached_property
     def packed(self) -> bytes:
-        """To be sent; ``unpacked`` makes it an automaton again. Equal for equal
-        automata.
+        """The automaton as bytes, equal for equal automata. ``unpacked`` makes it an
+        automaton again.
         """
         buffer = io.BytesIO()
         np.savez_compressed(

@@ -104,8 +104,10 @@ class Constraint:
         )
 
     def leeway(self, place: int, budget: int | None) -> Leeway:
-        """``budget``: the most tokens of reasoning, counted from the first place of the
-        response, 0. The marker that ends it follows at once; None: no limit."""
+        """Leeway at each place of a response. ``budget``: the most tokens of reasoning,
+        counted from the first place of the response, 0. The marker that ends it follows
+        at once; None: no limit.
+        """
         if budget is None:
             return Leeway()
         return Leeway(

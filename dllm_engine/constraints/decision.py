@@ -54,7 +54,7 @@ class Decision:
 
     @cached_property
     def packed(self) -> bytes:
-        """To be sent; ``unpacked_decision`` makes it a decision again."""
+        """The decision as bytes. ``unpacked_decision`` makes it a decision again."""
         edges, ends = self.graph.edges, self.graph.ends.tolist()
         spellings = [text.hex() for text in self.spellings]
         values = [None if each is None else [*each] for each in self.values]

@@ -90,8 +90,8 @@ class Graph:
         return len(self.reached[0])
 
     def placed_edges(self) -> list[np.ndarray]:
-        """For each position of the longest sequence, the edges that accepted sequences
-        have there, ``EDGE``, with end tokens behind the shorter ones; sources ascend.
+        """Edges that accepted sequences have at each position of the longest one,
+        ``EDGE``, with end tokens behind the shorter ones; sources ascend.
         """
         closing = [*self.ends.tolist(), self.final]
         edges = np.concatenate(

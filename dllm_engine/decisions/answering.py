@@ -77,8 +77,8 @@ class Questions:
 
 
 class Answered(NamedTuple):
-    """``num_tokens``: of the prompts of all rows; ``num_shared`` of them were read from
-    pages that other rows share.
+    """Answers to questions. The prompts of all rows have ``num_tokens``, of which
+    ``num_shared`` were read from pages that other rows share.
     """
 
     answers: list[Answer]

@@ -152,7 +152,7 @@ class DecisionInput:
         return "fields: their decision"
 
     def run(self) -> bytes:
-        """Raises ``ValueError`` with the reason why there is no decision."""
+        """Build the decision; raises ``ValueError`` with the reason why there is none."""
         try:
             return build_decision(self).packed
         except (MemoryError, RecursionError) as error:
@@ -443,8 +443,8 @@ class GraphBuilder:
         self.ends = [end]
 
     def pattern(self, field: int, name: str, automaton: Automaton) -> None:
-        """Raises ``ValueError`` where texts of the automaton have no bound, or one is
-        empty.
+        """Add the texts of an automaton; raises ``ValueError`` where they have no
+        bound, or one is empty.
         """
         if not _is_bounded(automaton):
             raise ValueError(

@@ -38,8 +38,8 @@ class Readings(NamedTuple):
 
 @dataclass(frozen=True)
 class Correction:
-    """What is done to the answers to a kind of question: the mean over orders, divided
-    by the prior, at a temperature.
+    """Correction of the answers to a kind of question: the mean over orders, divided by
+    the prior, at a temperature.
     """
 
     temperature: float = 1.0

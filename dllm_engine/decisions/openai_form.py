@@ -280,7 +280,7 @@ def answer_form(answer: Answer, name: str | None) -> dict[str, Any]:
 
 
 def usage_form(num_tokens: int, num_cached: int) -> dict[str, Any]:
-    """``num_tokens``: of the prompts of all rows."""
+    """Usage in OpenAI's form. ``num_tokens``: of the prompts of all rows."""
     return {
         "input_tokens": num_tokens,
         "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},

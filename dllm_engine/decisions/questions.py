@@ -43,7 +43,9 @@ class Option:
 
 @dataclass(frozen=True)
 class Question:
-    """``options``: of yes or no, first yes; of a score, its levels from 0."""
+    """A question and its options: of yes or no, first yes; of a score, its levels from
+    0.
+    """
 
     kind: Literal["yes_no", "choice", "score"]
     instructions: str

@@ -140,8 +140,8 @@ def _params(packed: bytes, passes: int) -> SamplingParams:
 def _decision_input(
     schema: Any, template: str | None, top_k: int, tokenizer: Any, vllm_config: Any
 ) -> DecisionInput:
-    """Raises ``InvalidRequestError`` for a schema or template that is no text, or too
-    long.
+    """Input of a decision's build; raises ``InvalidRequestError`` for a schema or
+    template that is no text, or too long.
     """
     text = schema_text(schema, "fields")
     check_size(text, "fields", "ask for fewer fields, or leave out descriptions")

@@ -32,8 +32,9 @@ _MARKERS = (
     Markers("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>"),
     Markers("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
 )
-"""Markers of Qwen2.5-Coder, CodeGemma and Granite; StarCoder and Stable Code; CodeLlama;
-DeepSeek; Seed-Coder; GLM and CodeGeeX."""
+"""Markers of Qwen2.5-Coder, CodeGemma and Granite; StarCoder and Stable Code;
+CodeLlama; DeepSeek; Seed-Coder; GLM and CodeGeeX.
+"""
 _TURN_END = re.compile(r"<\|assistant\|>\s*$")
 _FILE = re.compile(r"<\|?file_sep\|?>")
 _REPOSITORY = re.compile(r"<\|?repo_name\|?>[^\n]*\n?")
@@ -60,9 +61,10 @@ def _around_in_codestrals_order(prompt: str) -> Around | None:
 
 
 def _around(text: str, markers: Markers) -> Around | None:
-    """``text``: without the marker at its end. An editor may be editing a text that has
-    markers itself: the last one before the suffix counts, and the first before the
-    prefix."""
+    """The texts around the cursor in ``text``, which has lost the marker at its end. An
+    editor may be editing a text that has markers itself: the last one before the suffix
+    counts, and the first before the prefix.
+    """
     behind, before = text.rfind(markers.suffix), text.find(markers.prefix)
     if behind < 0 or (before < 0 and markers.needs_prefix):
         return None

@@ -1,12 +1,15 @@
 r"""Log-likelihood of a continuation under a masked diffusion model.
 
-The model has no factorisation from left to right. What LLaDA evaluates with (arXiv 2502.09992, equation 6 and
-Algorithm 3) is a lower bound of the log-likelihood of a continuation r of L tokens after a prompt p:
+The model has no factorisation from left to right. What LLaDA evaluates with (arXiv
+2502.09992, equation 6 and Algorithm 3) is a lower bound of the log-likelihood of a
+continuation r of L tokens after a prompt p:
 
-    E over l uniform in 1 … L and a uniform choice M of l positions of  L/l · Σ_{i ∈ M} log p(r_i | p, r without M)
+E over l uniform in 1 … L and a uniform choice M of l positions of L/l · Σ_{i ∈ M} log
+p(r_i | p, r without M)
 
-It is a mean over all 2^L − 1 choices of positions, each with the weight 1 / (l · C(L, l)): computed as such where that
-takes no more forward passes than sampling, and estimated by Monte Carlo otherwise.
+It is a mean over all 2^L − 1 choices of positions, each with the weight 1 / (l · C(L,
+l)): computed as such where that takes no more forward passes than sampling, and
+estimated by Monte Carlo otherwise.
 """
 
 import itertools
@@ -26,7 +29,7 @@ Canvas = tuple[list[int], list[int]]
 
 
 def probe_of(canvas: Canvas) -> Probe:
-    """What is asked about a canvas: its own tokens at the masked positions."""
+    """The probe of a canvas, which asks about its own tokens at the masked positions."""
     tokens, masked = canvas
     return Probe(tokens, masked, [tokens[position] for position in masked])
 

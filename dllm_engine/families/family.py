@@ -11,8 +11,9 @@ KeysForm = Literal[
     "dense", "olmo", "softmax_experts", "qwen3_experts", "grouped_experts"
 ]
 """Form of the keys of a config.json. ``dense``: transformers'. ``olmo``: OLMo's.
-``softmax_experts``, ``qwen3_experts``, ``grouped_experts``: transformers', with those of
-experts chosen by a softmax with a bias, by Qwen3-MoE's names, or in groups."""
+``softmax_experts``, ``qwen3_experts``, ``grouped_experts``: transformers', with those
+of experts chosen by a softmax with a bias, by Qwen3-MoE's names, or in groups.
+"""
 Attention = Literal["full", "block_causal", "causal"]
 """Attention of a position. ``full``: the whole canvas. ``block_causal``: its own block
 and the blocks before it, prompt included. ``causal``: itself and what is before, but
@@ -284,7 +285,7 @@ class ModelFamily:
 
     @property
     def architectures(self) -> set[str]:
-        """What a config of the family may state as its architecture."""
+        """Architectures that a config of the family may state."""
         disguise = set() if self.disguise is None else {self.disguise.architecture}
         return {self.architecture} | disguise
 

@@ -72,7 +72,7 @@ class Hole:
         return Probe(canvas, masked, [canvas[position] for position in masked])
 
     def score(self, size: int, answer: Logprobs) -> float:
-        """By the answer to ``closed_probe``."""
+        """Score of a length by the answer to ``closed_probe``."""
         sureness = sum(answer.likeliest[:size]) / max(size, 1)
         return sum(answer.asked[size:]) + sureness
 

@@ -48,8 +48,9 @@ class AutoLengthOptions(OptionGroup):
     auto_length_tail: Annotated[int | None, _HOW] = Field(
         default=None, ge=1, le=MOST_TOKENS
     )
-    """Predicted end tokens at the response's end whose probabilities are averaged; those
-    that are missing count as 0. Unset: 32."""
+    """Predicted end tokens at the response's end whose probabilities are averaged;
+    those that are missing count as 0. Unset: 32.
+    """
     auto_length_threshold: Annotated[float | None, _HOW] = Field(
         default=None, ge=0, le=1
     )
@@ -195,7 +196,8 @@ def resolve_layout(
     options: LayoutOptions,
     decided: tuple[int | None, ...] | None,
 ) -> CanvasLayout:
-    """``decided``: the template of a decision; None: the request is none."""
+    """Canvas layout of a request. ``decided``: the template of a decision; None: the
+    request is no decision."""
     template = given_tokens(own, request.params.max_tokens or 0)
     if decided is not None:
         template = decided

@@ -22,7 +22,9 @@ class ReportOptions(OptionGroup):
 def resolve_reports(
     request: RequestContext, options: ReportOptions, return_given: bool
 ) -> Reports:
-    """``return_given``: whether given tokens come back."""
+    """Reports that a request asks for. ``return_given``: True if given tokens come
+    back.
+    """
     if options.trace and not request.engine.trace:
         raise refused(
             "trace=True: the engine records no trace; start it with trace=True "

@@ -44,7 +44,7 @@ def resolve_sampling(
     layout: CanvasLayout,
     edges: bytes | None,
 ) -> Sampling:
-    """``edges``: what the hole of a request may begin and end with."""
+    """Sampling settings of a request. ``edges``: what its hole may begin and end with."""
     params = request.params
     top_p = params.top_p if options.top_p is None else options.top_p
     top_k = max(params.top_k if options.top_k is None else options.top_k, 0)

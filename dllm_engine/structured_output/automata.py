@@ -41,7 +41,7 @@ parts of it.
 
 
 class Wanted(Protocol):
-    """What is built in a process of its own; equal where the results are."""
+    """An input that is built in a process of its own; equal inputs have equal results."""
 
     @property
     def build_seconds(self) -> float:
@@ -49,7 +49,7 @@ class Wanted(Protocol):
 
     @property
     def about(self) -> str:
-        """What an error names, and what is built."""
+        """The field that an error names, and a word for what is built."""
 
     def read(self, sent: bytes) -> Any:
         """The result, from what ``run`` returned in that process."""
@@ -254,7 +254,7 @@ def is_kept(wanted: Wanted) -> bool:
 
 
 def built(wanted: Wanted) -> Any:
-    """What is wanted, such as an automaton. Waits until it is built.
+    """Build what is wanted, such as an automaton, and wait until it is built.
 
     Raises:
         RetryableRequestError: too many builds wait, or the building process was killed.

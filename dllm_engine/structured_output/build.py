@@ -92,7 +92,7 @@ class BuildInput:
         return f"structured_outputs.{self.grammar.kind}: its automaton"
 
     def run(self) -> bytes:
-        """Raises ``ValueError`` with the reason why there is no automaton."""
+        """Build the automaton; raises ``ValueError`` with the reason why there is none."""
         try:
             return build(self).packed
         except ValueError as error:
@@ -112,7 +112,7 @@ class BuildInput:
 
 
 def build(wanted: BuildInput) -> Automaton:
-    """Raises ``ValueError`` with the reason why there is no automaton."""
+    """Build the automaton; raises ``ValueError`` with the reason why there is none."""
     grammar = wanted.grammar
     vocabulary = wanted.vocabulary
     max_states = wanted.max_states

@@ -78,8 +78,8 @@ _FORMATS = {
 
 
 def schema_expression(schema: Any, style: Style) -> Expression:
-    """Raises ``ValueError`` naming what is no schema, or a keyword that is not
-    supported, and where.
+    """Expression of a schema; raises ``ValueError`` naming what is no schema, or a
+    keyword that is not supported, and where.
     """
     try:
         Draft202012Validator.check_schema(schema)
@@ -99,8 +99,8 @@ class _Reader:
     def read(
         self, schema: Any, path: str, within: list[str] | None = None
     ) -> Expression:
-        """``within``: types of the schema around it, such as of vLLM's schema of a
-        tool's call.
+        """Expression of a schema. ``within``: types of the schema around it, such as of
+        vLLM's schema of a tool's call.
         """
         if schema is True and within is None:
             return self.style.anything()

@@ -15,7 +15,7 @@ from dllm_engine.vllm_hooks.patch import Original
 
 
 class ReadsPrompt(Parser):
-    """To be mixed into the parser that a server has for its answers."""
+    """Mixin for the parser that a server has for its answers."""
 
     _prompt_ends_reasoning = False
 
@@ -39,7 +39,9 @@ class ReadsPrompt(Parser):
     def extract_reasoning(
         self, model_output: str, request: Any
     ) -> tuple[str | None, str | None]:
-        """All of an answer is content where the prompt has ended the reasoning."""
+        """Reasoning and content of an answer. All of it is content where the prompt has
+        ended the reasoning.
+        """
         if self._prompt_ends_reasoning:
             return None, model_output
         return super().extract_reasoning(model_output, request)

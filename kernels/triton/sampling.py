@@ -171,7 +171,7 @@ def _searched(
     BITS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """What is known of a row after ``number`` launches of the search: the column of the
+    """State of a row's search after ``number`` launches: the column of the
     best allowed logit, the highest logit, what those above the threshold may weigh, the
     threshold's highest possible key, what those above that weigh.
     """

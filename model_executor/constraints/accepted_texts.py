@@ -109,7 +109,9 @@ class FieldTexts:
         """Value of a text."""
 
     def answer(self, posterior: Posterior, own: np.ndarray) -> dict[str, Any]:
-        """As of ``FieldChoices``. The probabilities are exact."""
+        """Value, probability and distribution, as of ``FieldChoices``. The
+        probabilities are exact.
+        """
         accepted = self.accepted
         decision = self.accepted.decision
         text = b"".join(
@@ -146,8 +148,8 @@ class AcceptedTexts:
 
     @cached_property
     def edge_columns(self) -> np.ndarray:
-        """Index into the decision's tokens of each edge of the lattice; the number of tokens for
-        an end token.
+        """Index into the decision's tokens of each edge of the lattice; the number of
+        tokens for an end token.
         """
         return np.where(
             self.lattice.tokens == END,

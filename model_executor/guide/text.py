@@ -49,7 +49,7 @@ class Reading:
 
 
 class SameTokens:
-    """For a guide of the diffusion model's own tokenizer."""
+    """Translation for a guide with the diffusion model's own tokenizer."""
 
     def __init__(self, mask_token_id: int) -> None:
         self.never_said: tuple[int, ...] = (mask_token_id,)
@@ -58,8 +58,8 @@ class SameTokens:
         """
 
     def read(self, tokens: list[int], drafted: list[int]) -> Reading:
-        """``tokens``: of the canvas, without masks; ``drafted``: indices of those that
-        are to be judged.
+        """Read a canvas as the guide does. ``tokens``: of the canvas, without masks;
+        ``drafted``: indices of the tokens to be judged.
         """
         return Reading(tokens, [Span(i, i + 1) for i in drafted], [0] * len(drafted))
 
@@ -156,7 +156,7 @@ class ShownText:
 
 
 class Retokenizer:
-    """For a guide with another tokenizer: text between the two."""
+    """Translation for a guide with another tokenizer: text between the two."""
 
     never_said: tuple[int, ...] = ()
 

@@ -79,7 +79,7 @@ class _GenerationDefaults(BaseModel):
 
 
 class StoredTensor(NamedTuple):
-    """What a file's header says of a tensor."""
+    """Facts of a tensor in a file's header."""
 
     path: Path
     dtype: str

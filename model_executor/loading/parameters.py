@@ -34,7 +34,7 @@ def files_named(tensors: Mapping[str, StoredTensor]) -> Iterator[None]:
 
 
 class FillableModel(Protocol):
-    """What a model must have so that its parameters can be filled."""
+    """Protocol of models whose parameters can be filled."""
 
     names: ClassVar[TensorNames]
     config: Any

@@ -192,7 +192,7 @@ class ConfigFacts:
 
     @property
     def experts(self) -> ExpertShape | None:
-        """None: all layers have a plain MLP."""
+        """Shape of the experts; None if all layers have a plain MLP."""
         return self.schema.experts_of(self)
 
     @property

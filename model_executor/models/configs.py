@@ -173,8 +173,8 @@ CONFIG_CLASSES = {
 
 
 def _shared_class(others: type[PretrainedConfig]) -> type[PretrainedConfig]:
-    """What transformers makes of a config.json whose ``model_type`` is also another
-    model's: that model's own config, unless the checkpoint is one of ours.
+    """Config class for a ``model_type`` that is also another model's: transformers gets
+    that model's own config, unless the checkpoint is one of ours.
     """
 
     class SharedConfig(others):

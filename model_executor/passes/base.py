@@ -100,7 +100,7 @@ class LayerPass:
         raise NotImplementedError
 
     def graph_parts(self) -> GraphParts | None:
-        """None: the pass is launched."""
+        """Description of the pass for a CUDA graph; None: the pass is launched."""
         return None
 
     def finished(self, results: Results) -> tuple[torch.Tensor, Sequence[int]] | None:

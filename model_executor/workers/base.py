@@ -5,7 +5,7 @@ from dllm_engine.model_executor.probes import masked_logprobs
 
 
 class DiffusionWorker:
-    """To be mixed into vLLM's worker of a device."""
+    """Mixin for vLLM's worker of a device."""
 
     model_runner: DiffusionModelRunner
 
@@ -31,5 +31,6 @@ class DiffusionWorker:
             model.takes_parts = False
 
     def masked_logprobs(self, *probes: list[list[int]]) -> list[list[list[float]]]:
-        """For ``dllm_engine/lengths/forward_passes.py``, through vLLM's ``collective_rpc``."""
+        """Log-probabilities for ``dllm_engine/lengths/forward_passes.py``, which calls this
+        by vLLM's ``collective_rpc``."""
         return masked_logprobs(self.model_runner.rank, *probes)

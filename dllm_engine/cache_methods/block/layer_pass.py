@@ -26,8 +26,8 @@ class BlockPass(RetentionPass):
 
     @staticmethod
     def positions(plan: StepPlan, canvas: Canvas) -> np.ndarray:
-        """With ``sub_block_cache``, the window alone once its first position is known:
-        no row of the window predicts that one.
+        """Positions of a plan's rows. With ``sub_block_cache``, the window alone once
+        its first position is known: no row of the window predicts that one.
         """
         if plan.own is not None and canvas.known[plan.window.start] >= 0:
             return np.arange(*plan.window)

@@ -108,8 +108,8 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
 def _plan_sharing(
     spec: DecodingSpec, progress: Progress, update_delay: int
 ) -> StepPlan:
-    """The same steps behind a shared beginning of the prompt. Its tokens are candidates
-    for retention like all others.
+    """Plan the steps of ``plan`` behind a shared beginning of the prompt, whose tokens
+    are candidates for retention like all others.
     """
     window = spec.layout.span_of(progress.running)
     if progress.step > update_delay:

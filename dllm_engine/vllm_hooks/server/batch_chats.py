@@ -28,7 +28,7 @@ def _wrapped(create: Any) -> Any:
 
 
 async def _answer(chats: Any, request: Any) -> Any:
-    """What the server answers over HTTP."""
+    """Answer a chat as the server does over HTTP."""
     check_place(request.model_extra or {})
     asked = OpenRequest(CHATS)
     open_request.set(asked)

@@ -1,5 +1,6 @@
 """``vllm run-batch`` of vLLM 0.32: a file of requests, each answered or refused by
-itself. vLLM 0.33 refuses a file with a line that it cannot read before it loads a model.
+itself. vLLM 0.33 refuses a file with a line that it cannot read before it loads a
+model.
 """
 
 import asyncio
@@ -61,7 +62,7 @@ async def answer_line(
 
 
 def _read(line: str) -> BatchRequestInput:
-    """Raises ``ValueError`` for a line that is no request for a chat."""
+    """Read a line; raises ``ValueError`` for one that is no request for a chat."""
     fields = parsed_json(line)
     if not is_text(json.dumps(fields, ensure_ascii=False)):
         raise ValueError("its text must be valid Unicode")
