@@ -119,9 +119,9 @@ def commands():
 def slips(name):
     """A name with a letter left out, and with two swapped."""
     middle = len(name) // 2
-    return name[:middle] + name[middle + 1 :], name[:middle] + name[middle + 1] + name[
-        middle
-    ] + name[middle + 2 :]
+    before, behind = name[:middle], name[middle + 2 :]
+    first, second = name[middle : middle + 2]
+    return before + second + behind, before + second + first + behind
 
 
 def refused(argv, capsys):

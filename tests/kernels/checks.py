@@ -81,7 +81,10 @@ def bidirectional_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: list[int]
 ) -> torch.Tensor:
     return torch.cat(
-        [attention(q[a:b], k[a:b], v[a:b])[0] for a, b in itertools.pairwise(bounds)]
+        [
+            attention(q[rows], k[rows], v[rows])[0]
+            for rows in itertools.starmap(slice, itertools.pairwise(bounds))
+        ]
     )
 
 
@@ -157,7 +160,9 @@ def paged_attention(
             result = attention(
                 q[start:stop, head, None], keys[:, None], values[:, None], own_limits
             )
-            out[start:stop, head], lse[start:stop, head] = (x[:, 0] for x in result)
+            attended, log_sum = result
+            out[start:stop, head] = attended[:, 0]
+            lse[start:stop, head] = log_sum[:, 0]
     return out, lse
 
 

@@ -56,7 +56,8 @@ def test_selection_takes_the_highest_pooled_scores_in_ascending_order(
         torch.tensor(scores, dtype=torch.float32), count, pool_kernel_size
     ).tolist()
     half = pool_kernel_size // 2
-    pooled = [max(scores[max(0, i - half) : i + half + 1]) for i in range(len(scores))]
+    windows = [scores[max(0, i - half) : i + half + 1] for i in range(len(scores))]
+    pooled = [max(window) for window in windows]
     assert retained == sorted(set(retained))
     assert sorted(pooled[i] for i in retained) == sorted(pooled)[len(scores) - count :]
 

@@ -192,7 +192,8 @@ class PlainESDLLM:
     def importance(
         self, rows: list[int], values: torch.Tensor, old: torch.Tensor
     ) -> list[float]:
-        change = (values - old).abs().mean(-1) / (old.square().mean(-1).sqrt() + 1e-6)
+        size = old.square().mean(-1).sqrt() + 1e-6
+        change = (values - old).abs().mean(-1) / size
         change = change / change.max().clamp(min=1)
         confidence = self.confidence[rows]
         scores = (self.alpha * confidence + (1 - self.alpha) * change).tolist()
