@@ -26,12 +26,15 @@ from dllm_engine.provisional import BlockChanges
 from dllm_engine.request_options.fields import RequestOptions
 from dllm_engine.vllm_hooks.output_processor import shown_blocks
 from dllm_engine.vllm_hooks.patch import Original, is_ours
+from dllm_engine.vllm_hooks.release import is_installed
 from dllm_engine.vllm_hooks.server.error_forms import route_of
 from dllm_engine.vllm_hooks.server.open_requests import OpenRequest, open_request
 from dllm_engine.vllm_hooks.server.whole_response import rewrite_json
 
 DIFFUSION = "diffusion"
 _EVENT = "data: "
+# vLLM 0.32 sends no chunk of a completion that ends without a token.
+_ENDS_ARE_MISSING = is_installed("0.32")
 _WITH_FIGURES = ("/v1/completions", "/v1/chat/completions", "/invocations")
 
 
@@ -121,7 +124,7 @@ async def stream_with_fields(
                     for index, c in choices
                     if c.finish_reason is not None and index not in begun
                 ]
-                if ends and not is_chat:  # of which vLLM sends no chunk
+                if ends and not is_chat and _ENDS_ARE_MISSING:
                     await send.send(_event_of({**head, "choices": ends}))
 
     async def run() -> None:
