@@ -41,16 +41,22 @@ class Decision:
     @cached_property
     def template(self) -> tuple[int | None, ...]:
         """The response before the first pass, with None for each mask."""
-        choices = [edges["token"] for edges in self.graph.placed_edges()]
+        positions, edges = self.graph.placed_edges()
+        firsts = np.flatnonzero(np.diff(positions, prepend=-1))
+        least, most = (
+            of.reduceat(edges["token"], firsts).tolist()
+            for of in (np.minimum, np.maximum)
+        )
         return tuple(
-            int(tokens[0]) if (tokens == tokens[0]).all() else None
-            for tokens in choices
+            token if token == other else None
+            for token, other in zip(least, most, strict=True)
         )
 
     @property
     def has_shorter_texts(self) -> bool:
         """True if end tokens follow some texts, which are shorter than others."""
-        return any((edges["token"] == END).any() for edges in self.graph.placed_edges())
+        _, edges = self.graph.placed_edges()
+        return bool((edges["token"] == END).any())
 
     @cached_property
     def packed(self) -> bytes:

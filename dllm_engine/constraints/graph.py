@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -34,7 +33,7 @@ def edges_between(
         "field": field,
         "choice": choice,
     }
-    edges = np.empty(np.broadcast_shapes(*map(np.shape, columns.values())), EDGE)
+    edges = np.empty(np.broadcast(*columns.values()).shape, EDGE)
     for name, column in columns.items():
         edges[name] = column
     return edges
@@ -56,7 +55,7 @@ def states_reached(
 @dataclass(frozen=True, eq=False)
 class Graph:
     """Acyclic graph whose paths from state 0 to one of ``ends`` are the accepted
-    sequences, each once.
+    sequences, each once. Every state is on one of them.
     """
 
     ends: np.ndarray
@@ -89,28 +88,23 @@ class Graph:
         """
         return len(self.reached[0])
 
-    def placed_edges(self) -> list[np.ndarray]:
+    def placed_edges(self) -> tuple[np.ndarray, np.ndarray]:
         """Edges that accepted sequences have at each position of the longest one,
-        ``EDGE``, with end tokens behind the shorter ones; sources ascend.
+        with end tokens behind the shorter ones: positions, int64 ascending, and
+        ``EDGE``, whose sources ascend at each position.
         """
         closing = [*self.ends.tolist(), self.final]
         edges = np.concatenate(
             (self.edges, edges_between(closing, END, self.final, LITERAL))
         )
         edges = edges[np.argsort(edges["source"], kind="stable")]
-        sources, targets = edges["source"], edges["target"]
-        # The state of end tokens leads to itself: both go on without end.
-        is_closing = np.isin(np.arange(self.final + 1), closing)
-        from_end = states_reached(targets, sources, is_closing)
-        completable = [*islice(from_end, self.length)][::-1]
-        reached, is_ended = [], False
+        sources = edges["source"]
+        placed, is_ended = [], False
         for now in self.reached[: self.length]:
-            reached.append(np.append(now, is_ended))
+            placed.append(np.append(now, is_ended)[sources].nonzero()[0])
             is_ended |= now[self.ends].any()
-        return [
-            edges[now[sources] & later[targets]]
-            for now, later in zip(reached, completable, strict=True)
-        ]
+        positions = np.repeat(np.arange(self.length), [len(each) for each in placed])
+        return positions, edges[np.concatenate(placed)]
 
     @property
     def size(self) -> int:

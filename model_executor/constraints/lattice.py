@@ -3,6 +3,7 @@ positions.
 """
 
 from collections.abc import Collection
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -24,11 +25,22 @@ class Level(NamedTuple):
     firsts: np.ndarray
     """Index of the first edge of each node."""
 
-    @classmethod
-    def of(cls, edges: np.ndarray, near: np.ndarray) -> "Level":
-        edges = edges[np.argsort(near[edges], kind="stable")]
-        firsts = np.flatnonzero(np.diff(near[edges], prepend=-1))
-        return cls(edges, near[edges[firsts]], firsts)
+
+def _levels(level: np.ndarray, near: np.ndarray) -> list[Level]:
+    """The levels in ascending order. ``level``, ``near``: of each edge, the number of
+    its level and the node that it is joined at, which no other level has.
+    """
+    order = np.lexsort((near, level))
+    joined = near[order]
+    firsts = np.flatnonzero(np.diff(joined, prepend=-1))
+    starts = np.searchsorted(level[order], np.arange(level.max() + 2))
+    bounds = np.searchsorted(firsts, starts)
+    return [
+        Level(order[start:stop], joined[firsts[i:j]], firsts[i:j] - start)
+        for (start, stop), (i, j) in zip(
+            pairwise(starts.tolist()), pairwise(bounds.tolist()), strict=True
+        )
+    ]
 
 
 class Lattice:
@@ -43,13 +55,9 @@ class Lattice:
     """
 
     def __init__(self, graph: Graph) -> None:
-        placed = graph.placed_edges()
-        num_states, self.length = graph.final + 1, graph.length
-        edges = np.concatenate(placed)
-        self.positions = np.repeat(
-            np.arange(self.length), [len(each) for each in placed]
-        )
+        self.positions, edges = graph.placed_edges()
         """Position of each edge, ascending."""
+        num_states, self.length = graph.final + 1, graph.length
         self.tokens = edges["token"].copy()
         self.fields = edges["field"].copy()
         self.choices = edges["choice"].copy()
@@ -61,8 +69,10 @@ class Lattice:
         next_states = np.where(
             self.positions == self.length - 1, graph.final, self.next_states
         )
-        num_sources = [len(np.unique(each["source"])) for each in placed]
-        is_cut = np.array([*(number == 1 for number in num_sources), True])
+        bounds = np.searchsorted(self.positions, np.arange(self.length + 1))
+        is_cut = np.append(
+            self.states[bounds[:-1]] == self.states[bounds[1:] - 1], True
+        )
         self.segments = is_cut.cumsum()[self.positions] - 1
         """Segment of each edge."""
         source_keys = self.positions * num_states + self.states
@@ -78,10 +88,8 @@ class Lattice:
         self.first_edges = np.searchsorted(self.sources, np.arange(len(keys) + 1))
         """Index of the first edge that leaves each node."""
         level = self.positions - np.flatnonzero(is_cut)[self.segments]
-        order = np.argsort(level, kind="stable")
-        levels = np.split(order, np.flatnonzero(np.diff(level[order])) + 1)
-        self._forward = [Level.of(edges, self.targets) for edges in levels]
-        self._backward = [Level.of(edges, self.sources) for edges in reversed(levels)]
+        self._forward = _levels(level, self.targets)
+        self._backward = _levels(level, self.sources)[::-1]
         self.opens = np.unique(self.sources[level == 0])
         """First node of each segment."""
         self.closes = np.unique(self.targets[closes_segment])
