@@ -3,7 +3,7 @@
 Asks each question, with its options in several orders and also without the input. Fits
 a temperature for each kind (yes or no, choice, score) on one half of them, takes the
 mean over orders and divides by what is answered without input where that helps, and
-prints scores of the other half before and after. Run again, the same command goes on
+prints scores of the other half before and after, by kind. Run again, the same command goes on
 where it stopped.
 """
 
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from dllm_engine.evaluation.calibrating import fit, measure
+    from dllm_engine.evaluation.calibrating import ALL, fit, measure
     from dllm_engine.evaluation.comparison import check_output
     from dllm_engine.evaluation.labelled_questions import read_labelled
     from dllm_engine.evaluation.plots import draw_curves, plot_beside
@@ -60,21 +60,17 @@ def run(args: argparse.Namespace) -> int:
     measured = measure(llm.asking, llm.ask_rows, questions, answers)
     fitted = fit(questions, measured, args.seed)
     fitted.calibration.write(args.output)
-    rows, curves = [], {}
-    for name, scores, flips in (
-        ("before", fitted.before, fitted.flips_before),
-        ("after", fitted.after, fitted.flips_after),
-    ):
-        error = scores.calibration_error
-        figures = (scores.accuracy, error, scores.brier, scores.log_loss, flips)
-        rows.append((name, *(f"{figure:.3f}" for figure in figures)))
-        curves[f"{name} (error {error:.3f})"] = scores.bins
-    columns = ("", "ACCURACY", "CALIBRATION ERROR", "BRIER", "LOG LOSS", "FLIPS")
-    print(format_table([columns, *rows]))
-    print(
-        f"\n{len(fitted.before.right)} questions were held back. FLIPS: choices that "
-        f"change with the order of the labels."
-    )
+    rows = []
+    for kind, before in fitted.before.items():
+        for name, judged in (("no", before), ("yes", fitted.after[kind])):
+            scores, flips = judged
+            error = scores.calibration_error
+            figures = (scores.accuracy, error, scores.brier, scores.log_loss, flips)
+            shown = ("–" if figure is None else f"{figure:.3f}" for figure in figures)
+            rows.append((kind, str(len(scores.right)), name, *shown))
+    scored = ("ACCURACY", "CALIBRATION ERROR", "BRIER", "LOG LOSS", "FLIPS")
+    print(format_table([("KIND", "HELD BACK", "CORRECTED", *scored), *rows]))
+    print("\nFLIPS: choices that change with the order of the labels.")
     for kind, correction in fitted.calibration.corrections.items():
         steps = [f"temperature {correction.temperature:.2f}"]
         if correction.orders > 1:
@@ -86,5 +82,12 @@ def run(args: argparse.Namespace) -> int:
         print("No correction makes the held-back questions more probable.")
     print(f"wrote {args.output}: dllm serve … --decision-calibration {args.output}")
     if plot is not None:
+        curves = {
+            f"{name} (error {scores.calibration_error:.3f})": scores.bins
+            for name, (scores, _) in (
+                ("before", fitted.before[ALL]),
+                ("after", fitted.after[ALL]),
+            )
+        }
         draw_curves(curves, plot)
     return 0

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -39,6 +39,8 @@ WORTH_ITS_ROWS = 0.01
 """By so much must the mean log loss of the held-back questions fall, in nats, if more
 rows are read for it.
 """
+ALL = "all"
+"""Questions of all kinds."""
 _AT_ONCE = 16
 _TEMPERATURES = np.geomspace(0.1, 20.0, 107)  # 5 % apart
 _ALL = Correction(orders=MOST_ORDERS, has_prior=True)
@@ -54,16 +56,24 @@ class Measured:
     """The same with its first option listed last, if the order is free."""
 
 
+class Judged(NamedTuple):
+    """Scores of held-back questions. ``flips``: share of the choices whose answer
+    changes with the order of options; None without choices.
+    """
+
+    scores: Scores
+    flips: float | None
+
+
 @dataclass(frozen=True)
 class Fitted:
-    """A calibration, and scores of the held-back questions without it and with it."""
+    """A calibration, and scores of the held-back questions without it and with it: of
+    each kind, and of ``ALL``.
+    """
 
     calibration: Calibration
-    before: Scores
-    after: Scores
-    flips_before: float
-    flips_after: float
-    """Share of the held-back choices whose answer changes with the order of options."""
+    before: dict[str, Judged]
+    after: dict[str, Judged]
 
 
 def measure(
@@ -78,11 +88,13 @@ def measure(
     asking.calibration = Calibration(dict.fromkeys(KINDS, _ALL))
     settings = repr(questions), asking.way, asking.options.model_dump(mode="json")
     digest = settings_digest(settings)
-    measured = _kept(path, digest)
-    if not measured:
-        path.write_text(json.dumps({"digest": digest}) + "\n", encoding="utf-8")
+    lines = _kept(path, digest)
+    # A run that was killed may have left half a line.
+    kept = "".join(f"{line}\n" for line in (json.dumps({"digest": digest}), *lines))
+    path.write_text(kept, encoding="utf-8")
+    measured = [_measured(line) for line in lines]
     with (
-        path.open("a", encoding="utf-8") as kept,
+        path.open("a", encoding="utf-8") as file,
         tqdm(total=len(questions), initial=len(measured), leave=False) as bar,
     ):
         while len(measured) < len(questions):
@@ -93,8 +105,8 @@ def measure(
                 if labelled.question.kind == "choice":
                     other = Readings(*(_rotated_back(each) for each in other))
                 measured.append(Measured(own, other))
-                kept.write(json.dumps([own, other]) + "\n")
-            kept.flush()
+                file.write(json.dumps([own, other]) + "\n")
+            file.flush()
             bar.update(len(part))
     return measured
 
@@ -103,15 +115,19 @@ def _rotated_back(shares: list[list[float]]) -> list[list[float]]:
     return [[each[-1], *each[:-1]] for each in shares]
 
 
-def _kept(path: Path, digest: str) -> list[Measured]:
-    """Readings of an earlier run; none of one with other questions or settings."""
+def _kept(path: Path, digest: str) -> list[str]:
+    """Whole lines of readings of an earlier run; none of one with other questions or
+    settings.
+    """
     if not path.exists():
         return []
-    first, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
-    if first != json.dumps({"digest": digest}):
-        return []
-    read = [json.loads(line) for line in lines]
-    return [Measured(Readings(*own), Readings(*other)) for own, other in read]
+    first, *lines = path.read_text(encoding="utf-8").split("\n")
+    return lines[:-1] if first == json.dumps({"digest": digest}) else []
+
+
+def _measured(line: str) -> Measured:
+    own, other = json.loads(line)
+    return Measured(Readings(*own), Readings(*other))
 
 
 def _readings(
@@ -155,33 +171,39 @@ def fit(
             f"{2 * LEAST_QUESTIONS}"
         )
 
-    def of_kind(numbers: Sequence[int], kind: str) -> list[tuple[Readings, int]]:
-        return [
-            (measured[i].plain, questions[i].answer)
-            for i in numbers
-            if questions[i].question.kind == kind
-        ]
+    def of_kind(numbers: Sequence[int], kind: str) -> list[int]:
+        return [i for i in numbers if questions[i].question.kind == kind]
+
+    def answered(numbers: Sequence[int]) -> list[tuple[Readings, int]]:
+        return [(measured[i].plain, questions[i].answer) for i in numbers]
 
     corrections = {}
     for kind in KINDS:
         own, others = of_kind(fitted_on, kind), of_kind(held_back, kind)
         if len(own) >= LEAST_QUESTIONS and others:
-            correction = _best_correction(own, others)
+            correction = _best_correction(answered(own), answered(others))
             if correction != Correction():
                 corrections[kind] = correction
+    groups = {kind: of_kind(held_back, kind) for kind in KINDS} | {ALL: held_back}
     calibration = Calibration(corrections)
-    held = [questions[i] for i in held_back], [measured[i] for i in held_back]
-    before, flips_before = _judged(Calibration(), *held)
-    after, flips_after = _judged(calibration, *held)
-    return Fitted(calibration, before, after, flips_before, flips_after)
+    before, after = (
+        {
+            name: _judged(
+                each, [questions[i] for i in group], [measured[i] for i in group]
+            )
+            for name, group in groups.items()
+            if group
+        }
+        for each in (Calibration(), calibration)
+    )
+    return Fitted(calibration, before, after)
 
 
 def _judged(
     calibration: Calibration,
     questions: Sequence[LabelledQuestion],
     measured: Sequence[Measured],
-) -> tuple[Scores, float]:
-    """Scores of a calibration, and the share of choices that flip."""
+) -> Judged:
     shares, flipped = [], []
     for labelled, own in zip(questions, measured, strict=True):
         correction = calibration.of(labelled.question.kind)
@@ -190,7 +212,7 @@ def _judged(
             rotated = correction.applied(own.rotated)
             flipped.append(np.argmax(shares[-1]) != np.argmax(rotated))
     scores = scores_of(shares, [each.answer for each in questions])
-    return scores, float(np.mean(flipped)) if flipped else 0.0
+    return Judged(scores, float(np.mean(flipped)) if flipped else None)
 
 
 def _best_correction(

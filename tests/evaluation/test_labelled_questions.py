@@ -9,7 +9,7 @@ from dllm_engine.cli import calibrate, evaluate
 from dllm_engine.cli.main import main
 from dllm_engine.decisions.calibration import Calibration, Correction, Readings
 from dllm_engine.decisions.questions import Option, Question
-from dllm_engine.evaluation.calibrating import Measured, fit
+from dllm_engine.evaluation.calibrating import ALL, Measured, fit
 from dllm_engine.evaluation.labelled_questions import (
     LabelledQuestion,
     is_labelled,
@@ -110,8 +110,14 @@ def test_a_correction_is_found_and_only_where_it_helps():
     yes_no = fitted.calibration.of("yes_no")
     assert yes_no.temperature == pytest.approx(1.0, rel=0.25)
     assert yes_no == Correction(yes_no.temperature)
-    assert fitted.after.log_loss < fitted.before.log_loss
-    assert fitted.after.calibration_error < fitted.before.calibration_error
+    for kind in ("choice", ALL):
+        before, after = fitted.before[kind].scores, fitted.after[kind].scores
+        assert after.log_loss < before.log_loss
+        assert after.calibration_error < before.calibration_error
+    sizes = [len(fitted.before[kind].scores.right) for kind in ("choice", "yes_no")]
+    assert sum(sizes) == len(fitted.before[ALL].scores.right) == 1000
+    assert fitted.before.keys() == {"choice", "yes_no", ALL}
+    assert fitted.before["yes_no"].flips is None
     with pytest.raises(ValueError, match="19 questions are too few"):
         fit(questions[:19], measured[:19], seed=1)
 
@@ -125,9 +131,10 @@ def test_orders_and_the_prior_are_used_where_they_help():
     assert fitted.calibration.of("choice").orders > 1
     assert fitted.calibration.of("yes_no").has_prior
     assert fitted.calibration.of("yes_no").orders == 1
-    assert fitted.flips_before > 0.3
-    assert fitted.flips_after == 0
-    assert fitted.after.accuracy > fitted.before.accuracy + 0.05
+    assert fitted.before["choice"].flips > 0.3
+    assert fitted.after["choice"].flips == 0
+    before, after = fitted.before[ALL].scores, fitted.after[ALL].scores
+    assert after.accuracy > before.accuracy + 0.05
 
 
 def test_readings_of_a_question():
@@ -180,7 +187,8 @@ def test_commands_score_and_calibrate(demo, tmp_path, monkeypatch, capsys):
     (row,) = json.loads(scores.read_text())["rows"]
     assert row["result"]["score"] == pytest.approx(16 / 20)
     assert row["result"]["details"].keys() >= {"brier", "calibration_error"}
-    # It goes on from what it has.
-    output.with_suffix(".answers.jsonl").write_text("\n".join(kept[:8]) + "\n")
+    # It goes on from what it has, after half a line.
+    torn = "\n".join(kept[:8]) + "\n" + kept[8][:30]
+    output.with_suffix(".answers.jsonl").write_text(torn)
     assert main(command) == 0
-    assert len(output.with_suffix(".answers.jsonl").read_text().splitlines()) == 21
+    assert output.with_suffix(".answers.jsonl").read_text().splitlines() == kept
