@@ -135,23 +135,22 @@ async def answer_over_http(
     rows = await reading(asking.rows, messages, questions, joint)
     has_template = bool(tokenizer.chat_template or state.args.chat_template)
 
-    async def prompt_of(row: Row) -> list[int]:
+    async def prompt_of(asked: Sequence[Message]) -> list[int]:
         if has_template:
-            request = PromptRequest(model=model, messages=row.messages)
+            request = PromptRequest(model=model, messages=list(asked))
         else:
-            request = PromptRequest(model=model, prompt=plain_text(row.messages))
-        prompt = await prompt_tokens(request, state)
-        _check_length(len(prompt), row, engine.model_config.max_model_len)
-        return prompt
+            request = PromptRequest(model=model, prompt=plain_text(asked))
+        return await prompt_tokens(request, state)
 
-    # The first prompt tells what is wrong with the model's name or the text.
-    first = [await prompt_of(row) for row in rows[:1]]
-    length = len(first[0]) if first else 1
-    places = asyncio.Semaphore(max(_POSITIONS_AT_ONCE // length, 1))
+    # The first prompt tells what is wrong with the model's name or the text, also where
+    # each question has one option and none is asked.
+    first = await prompt_of(rows[0].messages if rows else messages)
+    places = asyncio.Semaphore(max(_POSITIONS_AT_ONCE // len(first), 1))
 
     async def ask(number: int, row: Row) -> _RowResult:
         async with places:
-            prompt = await prompt_of(row) if number else first[0]
+            prompt = await prompt_of(row.messages) if number else first
+            _check_length(len(prompt), row, engine.model_config.max_model_len)
             results = engine.generate(
                 {"prompt_token_ids": prompt}, row.params, f"{request_id}-{number}"
             )

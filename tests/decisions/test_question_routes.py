@@ -39,6 +39,7 @@ QUESTIONS: list[dict[str, Any]] = [
         "choices": [{"value": "true"}, {"value": True}, {"value": ""}],
     },
 ]
+ONE_OPTION = {"type": "choice", "criteria": {"a": None}}
 NOUL = {"type": "noul", "instructions": "Ida lives in Rome."}
 
 
@@ -232,6 +233,7 @@ def test_openai_errors(client, change, status, expected):
     ("change", "status", "message"),
     [
         ({"model": "other"}, 404, "other"),
+        ({"model": "other", "questions": {"n": ONE_OPTION}}, 404, "other"),
         ({"state": "word " * 5000}, 400, "context length"),
         ({"questions": {"a": {"type": "box"}}}, 422, "box is for images"),
         ({"assets": {"a": {}}}, 422, "assets are not supported"),
