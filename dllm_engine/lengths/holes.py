@@ -13,6 +13,7 @@ hole, of which the first tokens are masked:
 docs/infill.md compares it with other rules.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,8 @@ _JOINED = 4
 """Tokens behind a hole that are to be probable."""
 _COMPARED = 4
 """Lengths in the second pass."""
+_CLEAR_LEAD = 1.0
+"""Lead of a length in the first pass, in nats, that makes the second one needless."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +58,17 @@ class Hole:
         return Probe(before + [0] * num_masks, masked, tokens)
 
     def compared_sizes(self, answer: Logprobs, count: int) -> list[int]:
-        """The best lengths by the answer to ``open_probe``, at least ``count``."""
+        """The best lengths by the answer to ``open_probe``, at least ``count``. A single
+        one where one is asked for and is clearly the best."""
         width = len(self.joined)
         scores = {
             size: sum(answer.asked[i * width : (i + 1) * width])
             for i, size in enumerate(self.sizes)
         }
         best = sorted(self.sizes, key=lambda size: (-scores[size], size))
+        second = scores[best[1]] if len(best) > 1 else -math.inf
+        if count == 1 and scores[best[0]] >= second + _CLEAR_LEAD:
+            return best[:1]
         return best[: max(count, _COMPARED)]
 
     def closed_probe(self, size: int) -> Probe:
@@ -87,17 +94,17 @@ def ranked_lengths(holes: Sequence[Hole], count: int = 1) -> Passes[list[list[in
         for hole, answer in zip(holes, answers, strict=True)
     ]
     pairs = [
-        (hole, size)
-        for hole, sizes in zip(holes, compared, strict=True)
+        (number, size)
+        for number, sizes in enumerate(compared)
+        if len(sizes) > 1
         for size in sizes
     ]
-    answers = yield [hole.closed_probe(size) for hole, size in pairs]
-    scored = iter(
-        hole.score(size, answer)
-        for (hole, size), answer in zip(pairs, answers, strict=True)
-    )
-    ranked = []
-    for sizes in compared:
-        scores = {size: next(scored) for size in sizes}
-        ranked.append(sorted(sizes, key=lambda size: (-scores[size], size)))
-    return ranked
+    answers = yield [holes[number].closed_probe(size) for number, size in pairs]
+    scores = {
+        (number, size): holes[number].score(size, answer)
+        for (number, size), answer in zip(pairs, answers, strict=True)
+    }
+    return [
+        sorted(sizes, key=lambda size: (-scores.get((number, size), 0.0), size))
+        for number, sizes in enumerate(compared)
+    ]

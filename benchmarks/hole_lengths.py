@@ -1,0 +1,231 @@
+"""Rules that choose the length of a hole, on texts cut at random.
+
+Each text loses a part of known length, and each rule says how long the part was.
+``error`` is the mean distance from that length, ``exact`` the share of parts that come
+back as they were, and ``passes`` the canvases that a rule computes before decoding.
+
+    python benchmarks/hole_lengths.py [--model MODEL] [--files FILE …] [--count N]
+    [--output FILE.json]
+
+The texts are answers of the demo model's tasks, or lines of ``--files`` with the lines
+around them.
+"""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from program import Rows, argument_parser, report
+
+from dllm_engine.batch import prompt_tokens
+from dllm_engine.demo.tasks import TASKS, make_examples
+from dllm_engine.lengths.forward_passes import Passes, answers_of, result_of
+from dllm_engine.lengths.holes import Hole, ranked_lengths
+
+LONGEST, BUDGET, AROUND = 12, 32, 96
+"""Tokens of a part, of a hole, and of the text on either side."""
+
+
+class Cut(NamedTuple):
+    """A text without a part."""
+
+    before: list[int]
+    part: list[int]
+    behind: list[int]
+
+
+def main() -> None:
+    from dllm_engine import LLM
+
+    parser = argument_parser(__doc__ or "")
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--files", nargs="*", type=Path)
+    parser.add_argument("--count", type=int, default=200)
+    options = parser.parse_args()
+    llm = LLM(options.model, max_model_len=512)
+    tokenizer = llm.get_tokenizer()
+    draw = random.Random(0)
+    if options.files:
+        cuts = cut_lines(tokenizer, options.files, options.count, draw)
+    else:
+        cuts = cut_answers(tokenizer, options.count, draw)
+    rows: Rows = []
+    for name, rule in RULES.items():
+        chosen, num_canvases = rule(llm, cuts)
+        parts = decoded(llm, cuts, chosen)
+        errors = [
+            abs(size - len(cut.part)) for size, cut in zip(chosen, cuts, strict=True)
+        ]
+        right = [
+            tokenizer.decode(part) == tokenizer.decode(cut.part)
+            for part, cut in zip(parts, cuts, strict=True)
+        ]
+        rows.append(
+            {
+                "rule": name,
+                "error": f"{sum(errors) / len(cuts):.2f}",
+                "exact": f"{sum(right) / len(cuts):.2f}",
+                "passes": f"{num_canvases / len(cuts):.1f}",
+            }
+        )
+    report(options, rows)
+
+
+def cut_answers(tokenizer: Any, count: int, draw: random.Random) -> list[Cut]:
+    """Answers of the demo model's tasks, behind their prompts."""
+    examples = [
+        example
+        for task in TASKS
+        for example in make_examples(task, -(-count // len(TASKS)), seed=7)
+    ]
+    return [
+        cut(
+            prompt_tokens(example.prompt, tokenizer),
+            tokenizer.encode(f" {example.answer}", add_special_tokens=False),
+            [],
+            draw,
+        )
+        for example in examples[:count]
+    ]
+
+
+def cut_lines(
+    tokenizer: Any, files: Sequence[Path], count: int, draw: random.Random
+) -> list[Cut]:
+    """Lines of files, with the text around them."""
+    cuts: list[Cut] = []
+    while len(cuts) < count:
+        lines = draw.choice(files).read_text(encoding="utf-8").splitlines(keepends=True)
+        number = draw.randrange(len(lines))
+        texts = ("".join(lines[:number]), lines[number], "".join(lines[number + 1 :]))
+        before, line, behind = (
+            tokenizer.encode(text, add_special_tokens=False) for text in texts
+        )
+        if len(before) >= AROUND and len(line) >= 4 and len(behind) >= AROUND:
+            cuts.append(cut(before[-AROUND:], line, behind[:AROUND], draw))
+    return cuts
+
+
+def cut(
+    before: list[int], text: list[int], behind: list[int], draw: random.Random
+) -> Cut:
+    """Leave a part out of a text, but not its last token."""
+    size = draw.randint(0, min(LONGEST, len(text) - 1))
+    start = draw.randint(0, len(text) - 1 - size)
+    stop = start + size
+    return Cut(before + text[:start], text[start:stop], text[stop:] + behind)
+
+
+Chosen = tuple[list[int], int]
+"""The length of each hole, and the canvases that were computed for all of them."""
+
+
+def true_length(llm: Any, cuts: Sequence[Cut]) -> Chosen:
+    return [len(cut.part) for cut in cuts], 0
+
+
+def fixed(llm: Any, cuts: Sequence[Cut]) -> Chosen:
+    return [16] * len(cuts), 0
+
+
+def cal(llm: Any, cuts: Sequence[Cut]) -> Chosen:
+    """CAL (arXiv 2602.00476), with the constants of its authors' code."""
+    sizes, num_canvases = [], 0
+    for cut in cuts:
+        sureness: dict[int, float] = {}
+
+        def calibrated(size: int, cut: Cut = cut, seen: dict = sureness) -> float:
+            if size not in seen:
+                probe = hole_of(cut).closed_probe(size)
+                (answer,) = answers_of(llm, [probe])
+                mean = sum(map(math.exp, answer.likeliest[:size])) / size
+                bias = math.exp(-1.77 * size) + 0.56 * math.exp(-0.06 * size) + 0.24
+                seen[size] = mean / bias
+            return seen[size]
+
+        for step in (1, -1):
+            best, falls, size = calibrated(8), 0, 8 + step
+            while falls < 4 and 1 <= size <= BUDGET:
+                falls = 0 if calibrated(size) > best else falls + 1
+                best = max(best, calibrated(size))
+                size += step
+        sizes.append(max(sureness, key=lambda size: sureness[size]))
+        num_canvases += len(sureness)
+    return sizes, num_canvases
+
+
+def every_length(with_sureness: bool) -> Callable[[Any, Sequence[Cut]], Chosen]:
+    """The best length by a canvas for each."""
+
+    def rule(llm: Any, cuts: Sequence[Cut]) -> Chosen:
+        sizes = []
+        for hole in map(hole_of, cuts):
+            answers = answers_of(llm, map(hole.closed_probe, hole.sizes))
+            scores = {
+                size: hole.score(size, answer)
+                if with_sureness
+                else sum(answer.asked[size:])
+                for size, answer in zip(hole.sizes, answers, strict=True)
+            }
+            sizes.append(max(hole.sizes, key=lambda size: scores[size]))
+        return sizes, len(cuts) * (BUDGET + 1)
+
+    return rule
+
+
+def as_built(llm: Any, cuts: Sequence[Cut]) -> Chosen:
+    num_canvases = 0
+    passes = ranked_lengths([hole_of(cut) for cut in cuts])
+
+    def counted() -> Passes[list[list[int]]]:
+        nonlocal num_canvases
+        probes = next(passes)
+        while True:
+            num_canvases += len(probes)
+            answers = yield probes
+            try:
+                probes = passes.send(answers)
+            except StopIteration as end:
+                return end.value
+
+    ranked = result_of(llm, counted())
+    return [lengths[0] for lengths in ranked], num_canvases
+
+
+def hole_of(cut: Cut) -> Hole:
+    return Hole(cut.before, cut.behind, range(BUDGET + 1))
+
+
+def decoded(llm: Any, cuts: Sequence[Cut], sizes: Sequence[int]) -> list[list[int]]:
+    """The tokens of each hole, of such a size, by greedy decoding."""
+    from dllm_engine import DiffusionParams
+
+    open_cuts = [(cut, size) for cut, size in zip(cuts, sizes, strict=True) if size]
+    outputs = llm.generate(
+        [{"prompt_token_ids": cut.before} for cut, _ in open_cuts],
+        [
+            DiffusionParams(
+                response_template=[*[None] * size, *cut.behind], return_given=False
+            )
+            for cut, size in open_cuts
+        ],
+        use_tqdm=False,
+    )
+    parts = iter(list(output.outputs[0].token_ids) for output in outputs)
+    return [next(parts) if size else [] for size in sizes]
+
+
+RULES = {
+    "16 tokens": fixed,
+    "CAL": cal,
+    "joins of every length": every_length(with_sureness=False),
+    "joins and sureness of every length": every_length(with_sureness=True),
+    "as built": as_built,
+    "the true length": true_length,
+}
+
+
+if __name__ == "__main__":
+    main()
