@@ -1,11 +1,11 @@
-"""The number of tokens of a hole, chosen by two forward passes.
+"""The number of tokens of a hole, chosen by one or two forward passes.
 
 The text behind a hole says how long it is: it is probable behind a hole of the right
 length, and improbable behind others. The first pass has one canvas for all lengths: the
-text before the hole and masks only. ``open(L)`` is the mean log-probability, L masks
-behind that text, of the first tokens of the text behind the hole. The second pass has a
-canvas for each of the lengths that the first is best for, with the text behind the
-hole, of which the first tokens are masked:
+text before the hole and masks only. It gives each length L the sum of log-probabilities
+of the first tokens of the text behind the hole, L masks behind the text before it. A
+length that leads clearly is chosen. Else the second pass has a canvas for each of the
+best lengths, with the text behind the hole, of which the first tokens are masked:
 
     score(L) = sum of these tokens' log-probabilities
              + mean over the hole of the likeliest token's log-probability
