@@ -28,13 +28,7 @@ def report(options: argparse.Namespace, figures: Rows, **sections: Any) -> None:
     """Print the machine, the sections and the figures as a table; write all of it to
     ``--output``.
     """
-    machine = provenance()
-    print(machine_line(machine))
-    for name, section in sections.items():
-        print(f"{name}: {_text(section)}")
-    columns = list(dict.fromkeys(column for row in figures for column in row))
-    cells = [[_text(row.get(column, "")) for column in columns] for row in figures]
-    print(f"\nfigures\n{format_table([columns, *cells])}")
+    machine = print_figures(figures, **sections)
     if options.output:
         settings = {
             name: value for name, value in vars(options).items() if name != "output"
@@ -48,6 +42,18 @@ def report(options: argparse.Namespace, figures: Rows, **sections: Any) -> None:
         options.output.write_text(
             json.dumps(content, indent=1) + "\n", encoding="utf-8"
         )
+
+
+def print_figures(figures: Rows, **sections: Any) -> dict[str, Any]:
+    """Print the machine, the sections and the figures as a table; return the machine."""
+    machine = provenance()
+    print(machine_line(machine))
+    for name, section in sections.items():
+        print(f"{name}: {_text(section)}")
+    columns = list(dict.fromkeys(column for row in figures for column in row))
+    cells = [[_text(row.get(column, "")) for column in columns] for row in figures]
+    print(f"\nfigures\n{format_table([columns, *cells])}")
+    return machine
 
 
 def _text(value: Any) -> str:

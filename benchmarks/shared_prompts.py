@@ -1,35 +1,57 @@
 """Exact match with and without ``share_prompts``, by cache method and anchors.
 
-Questions about one text, second turns of chats about another text, and prompts that
-begin with the same solved examples, by the demo model. Each row answers the same
-requests in the same order; ``same`` is the share of answers that are those without
-sharing, and ``read`` that of prompt tokens that were read from pages.
+Questions about one text, second turns of chats about another text, prompts that begin
+with the same solved examples, and decisions about one text, by the demo model. Each row
+answers the same requests in the same order; ``same`` is the share of answers that are
+those without sharing, and ``read`` that of prompt tokens that were read from pages.
 
-    python benchmarks/shared_prompts.py [--count N] [--methods NAME,…] [--output
-    FILE.json]
+    python benchmarks/shared_prompts.py [--count N] [--methods NAME,…] [--minutes M]
+    [--output FILE.json]
 
-``--count`` requests of each kind; a plot lies beside ``--output``.
+``--count`` requests of each kind; a plot lies beside ``--output``. Run again, the same
+command goes on with the rows that the file lacks, for ``--minutes`` at a time.
 """
 
+import math
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from program import Rows, argument_parser, report
+from program import argument_parser, print_figures
 
 from dllm_engine.demo.tasks import CITIES, NAMES, make_examples
+from dllm_engine.evaluation.comparison import (
+    Combination,
+    Comparison,
+    Result,
+    Row,
+    Task,
+    mean_and_error,
+)
 from dllm_engine.evaluation.plots import plot_beside
+from dllm_engine.evaluation.runner import MeasuredEngine
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+
+    from dllm_engine import LLM
 
 PAGE_SIZE = 16
+AT_ONCE = 64
+FACTS_PER_TEXT = 36
 QUESTIONS_PER_TEXT = 8
+ANCHORS = (0, 16, 64)
 SETTINGS: dict[str, dict[str, Any]] = {
     "without": {},
     **{
         f"anchors {count}": {"share_prompts": True, "anchor_tokens": count}
-        for count in (0, 16, 64)
+        for count in ANCHORS
     },
 }
+DECODING = {"gen_length": 32, "block_length": 8}
 Chat = list[dict[str, str]]
 
 
@@ -37,71 +59,123 @@ def main() -> None:
     parser = argument_parser(__doc__ or "")
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--methods", default="none,prefix,dual,sparse")
+    parser.add_argument("--minutes", type=float, default=math.inf)
     options = parser.parse_args()
-    rows: Rows = []
-    for method in options.methods.split(","):
-        plain: dict[str, list[str]] = {}
-        for setting, settings in SETTINGS.items():
-            answers = Answers(method, settings)
-            for kind, asked in KINDS.items():
-                texts, right, read = asked(answers, options.count)
-                plain.setdefault(kind, texts)
-                same = [a == b for a, b in zip(texts, plain[kind], strict=True)]
-                rows.append(
-                    {
-                        "prompts": kind,
-                        "method": method,
-                        "setting": setting,
-                        "requests": len(texts),
-                        "exact match": f"{100 * sum(right) / len(texts):.1f} %",
-                        "same": f"{100 * sum(same) / len(texts):.1f} %",
-                        "read": f"{100 * read:.0f} %",
-                    }
-                )
-            answers.llm.llm_engine.engine_core.shutdown()
-    report(options, rows)
-    draw(rows, plot_beside(options.output))
-
-
-class Answers:
-    """An engine that answers chats one batch after the other."""
-
-    def __init__(self, method: str, settings: dict[str, Any]) -> None:
-        from dllm_engine import LLM, DiffusionParams
-
-        self.llm = LLM(
-            "demo",
-            cache_method=method,
-            page_size=PAGE_SIZE,
-            max_model_len=512,
-            kv_cache_memory_bytes=256 << 20,
-            **settings,
+    deadline = time.monotonic() + 60 * options.minutes
+    tasks = [Prompts(kind, options.count) for kind in KINDS]
+    combinations = [
+        Combination(
+            method,
+            setting,
+            {"cache_method": method, "cache_options": {}} | settings,
+            DECODING,
         )
-        self.params = DiffusionParams(gen_length=32, block_length=8)
+        for method in options.methods.split(",")
+        for setting, settings in SETTINGS.items()
+    ]
+    subject = {"count": options.count}
+    with Comparison(options.output, "shared_prompts", subject, load) as comparison:
+        comparison.add(combinations, tasks)
+        comparison.run(deadline)
+        comparison.stop()
+        rows = comparison.scored
+        machine = print_figures([figures_of(row, rows) for row in rows])
+        comparison.save(machine=machine)
+        draw(rows, plot_beside(options.output))
+    for row, error in comparison.errors.items():
+        print(f"{row}: {error}")
 
-    def to(self, chats: Sequence[Chat]) -> tuple[list[str], float]:
-        """The answers, and the share of prompt tokens that were read from pages."""
-        outputs = self.llm.chat(list(chats), self.params, use_tqdm=False)
-        num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+
+def load(settings: dict[str, Any]) -> "LLM":
+    from dllm_engine import LLM
+
+    return LLM(
+        "demo",
+        page_size=PAGE_SIZE,
+        max_model_len=512,
+        max_num_seqs=AT_ONCE,
+        kv_cache_memory_bytes=1 << 30,
+        **settings,
+    )
+
+
+Asked = tuple[Sequence["RequestOutput"], list[str]]
+"""Answers, and what they should be."""
+
+
+@dataclass(frozen=True)
+class Prompts(Task):
+    """So many requests of a kind."""
+
+    count: int
+
+    def score(self, engine: MeasuredEngine, decoding: dict[str, Any]) -> Result:
+        """The share of answers that are right."""
+        engine.llm.reset_prefix_cache()
+        outputs, expected = KINDS[self.name](engine.llm, self.count, decoding)
+        texts = [output.outputs[0].text.strip() for output in outputs]
+        scores = [float(a == b) for a, b in zip(texts, expected, strict=True)]
+        num_tokens = sum(len(output.prompt_token_ids or ()) for output in outputs)
         num_read = sum(output.num_cached_tokens or 0 for output in outputs)
-        return [output.outputs[0].text for output in outputs], num_read / num_tokens
+        details = {"answers": texts, "read": num_read / num_tokens}
+        return Result("exact", *mean_and_error(scores), len(scores), details)
 
 
-Asked = tuple[list[str], list[bool], float]
-"""Answers, which of them are right, and the share of prompt tokens that was read."""
+def figures_of(row: Row, rows: Sequence[Row]) -> dict[str, Any]:
+    """A line of the table; ``rows`` have the one without sharing."""
+    answers = row.result.details["answers"]
+    figures = {
+        "prompts": row.task,
+        "method": row.method,
+        "setting": row.unmasking,
+        "requests": row.result.examples,
+        "exact match": f"{100 * row.result.score:.1f} %",
+        "read": f"{100 * row.result.details['read']:.0f} %",
+    }
+    for plain in rows:
+        if (plain.task, plain.method, plain.unmasking) == (
+            row.task,
+            row.method,
+            "without",
+        ):
+            pairs = zip(answers, plain.result.details["answers"], strict=True)
+            figures["others"] = sum(a != b for a, b in pairs)
+    return figures
 
 
-def asked_about_texts(answers: Answers, count: int) -> Asked:
+def ask(llm: "LLM", chats: Sequence[Chat], decoding: dict[str, Any]) -> Any:
+    from dllm_engine import DiffusionParams
+
+    return llm.chat(list(chats), DiffusionParams(**decoding), use_tqdm=False)
+
+
+def ask_about_texts(llm: "LLM", count: int, decoding: dict[str, Any]) -> Asked:
     """Several questions about each text of facts, which it begins with."""
-    chats, expected = [], []
-    for text, facts, draw in texts_of_facts(-(-count // QUESTIONS_PER_TEXT)):
-        for name in draw.sample(sorted(facts), QUESTIONS_PER_TEXT):
-            chats.append([user(f"{text} Where does {name} live?")])
-            expected.append(f"{name} lives in {facts[name]}.")
-    return scored(answers, chats[:count], expected[:count])
+    asked = questions_about_texts(count)
+    chats = [[user(f"{text} Where does {name} live?")] for text, name, _ in asked]
+    return ask(llm, chats, decoding), [answer(name, city) for _, name, city in asked]
 
 
-def asked_again(answers: Answers, count: int) -> Asked:
+def decide_about_texts(llm: "LLM", count: int, decoding: dict[str, Any]) -> Asked:
+    """The same questions as decisions."""
+    from dllm_engine.decisions.requests import decision_params, schema_of
+
+    asked = questions_about_texts(count)
+    prompts = [f"{text} Where does {name} live?" for text, name, _ in asked]
+    params = [
+        decision_params(
+            schema_of({"city": list(CITIES)}),
+            llm.get_tokenizer(),
+            llm.llm_engine.vllm_config,
+            template=f" {answer(name, '{city}')}",
+        )
+        for _, name, _ in asked
+    ]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return outputs, [answer(name, city) for _, name, city in asked]
+
+
+def ask_again(llm: "LLM", count: int, decoding: dict[str, Any]) -> Asked:
     """The second turn of a chat, which asks about another text than the first."""
     texts = texts_of_facts(2 * count)
     firsts, seconds, expected = [], [], []
@@ -111,28 +185,39 @@ def asked_again(answers: Answers, count: int) -> Asked:
         name, second = draw.choice(sorted(facts)), draw.choice(sorted(others))
         firsts.append([user(f"{text} Where does {name} live?")])
         seconds.append(user(f"{other} Where does {second} live?"))
-        expected.append(f"{second} lives in {others[second]}.")
-    own, _ = answers.to(firsts)
+        expected.append(answer(second, others[second]))
     chats = [
-        [*first, {"role": "assistant", "content": answer}, second]
-        for first, answer, second in zip(firsts, own, seconds, strict=True)
+        [*first, {"role": "assistant", "content": output.outputs[0].text}, second]
+        for first, output, second in zip(
+            firsts, ask(llm, firsts, decoding), seconds, strict=True
+        )
     ]
-    return scored(answers, chats, expected)
+    return ask(llm, chats, decoding), expected
 
 
-def asked_by_example(answers: Answers, count: int) -> Asked:
+def ask_by_example(llm: "LLM", count: int, decoding: dict[str, Any]) -> Asked:
     """Solved examples before each request."""
     examples = make_examples("facts", count + 4, 1, pairs=(4, 6), asked=1)
     solved = " ".join(f"{each.prompt} {each.answer}" for each in examples[:4])
     chats = [[user(f"{solved} {example.prompt}")] for example in examples[4:]]
-    return scored(answers, chats, [example.answer for example in examples[4:]])
+    return ask(llm, chats, decoding), [example.answer for example in examples[4:]]
 
 
-KINDS = {
-    "one text": asked_about_texts,
-    "second turn": asked_again,
-    "few-shot": asked_by_example,
+KINDS: dict[str, Callable[["LLM", int, dict[str, Any]], Asked]] = {
+    "one text": ask_about_texts,
+    "second turn": ask_again,
+    "few-shot": ask_by_example,
+    "decisions": decide_about_texts,
 }
+
+
+def questions_about_texts(count: int) -> list[tuple[str, str, str]]:
+    """Texts, a name in each, and where it lives; several names of each text."""
+    return [
+        (text, name, facts[name])
+        for text, facts, draw in texts_of_facts(-(-count // QUESTIONS_PER_TEXT))
+        for name in draw.sample(sorted(facts), QUESTIONS_PER_TEXT)
+    ][:count]
 
 
 def texts_of_facts(count: int) -> list[tuple[str, dict[str, str], random.Random]]:
@@ -140,7 +225,9 @@ def texts_of_facts(count: int) -> list[tuple[str, dict[str, str], random.Random]
     texts = []
     for number in range(count):
         draw = random.Random(number)
-        facts = {name: draw.choice(CITIES) for name in draw.sample(NAMES, 20)}
+        facts = {
+            name: draw.choice(CITIES) for name in draw.sample(NAMES, FACTS_PER_TEXT)
+        }
         text = " ".join(f"{name} lives in {city}." for name, city in facts.items())
         texts.append((text, facts, draw))
     return texts
@@ -150,13 +237,11 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def scored(answers: Answers, chats: Sequence[Chat], expected: list[str]) -> Asked:
-    texts, read = answers.to(chats)
-    right = [a.strip() == b for a, b in zip(texts, expected, strict=True)]
-    return texts, right, read
+def answer(name: str, city: str) -> str:
+    return f"{name} lives in {city}."
 
 
-def draw(rows: Rows, path: Path | None) -> None:
+def draw(rows: Sequence[Row], path: Path | None) -> None:
     """Draw a panel for each kind of prompts: exact match by setting, a line for each
     method."""
     if path is None:
@@ -168,10 +253,10 @@ def draw(rows: Rows, path: Path | None) -> None:
     for axes, kind in zip(panels, KINDS, strict=True):
         axes.set(title=kind, ylim=(0, 103))
         axes.grid(alpha=0.3)
-        for method in dict.fromkeys(row["method"] for row in rows):
-            own = [r for r in rows if r["prompts"] == kind and r["method"] == method]
-            scores = [float(row["exact match"].split()[0]) for row in own]
-            axes.plot([row["setting"] for row in own], scores, "o-", label=method)
+        for method in dict.fromkeys(row.method for row in rows):
+            own = [row for row in rows if (row.task, row.method) == (kind, method)]
+            scores = [100 * row.result.score for row in own]
+            axes.plot([row.unmasking for row in own], scores, "o-", label=method)
     panels[0].set_ylabel("exact match (%)")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper")
     figure.savefig(path)
