@@ -9,9 +9,12 @@ width, heads, layers and vocabulary.
 
 import argparse
 import itertools
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dllm_engine.cache_methods import CACHE_METHODS
 from dllm_engine.checkpoints import is_named_shape, load_config
 from dllm_engine.cli.arguments import (
     add_value,
@@ -26,8 +29,15 @@ from dllm_engine.cli.evaluate import (
     finish,
     subject_of,
 )
-from dllm_engine.evaluation.bench import COLUMNS, Workload, random_engine, values_of
-from dllm_engine.evaluation.comparison import Comparison, table
+from dllm_engine.evaluation.bench import (
+    COLUMNS,
+    Chats,
+    SecondRequest,
+    Workload,
+    random_engine,
+    values_of,
+)
+from dllm_engine.evaluation.comparison import Combination, Comparison, table
 from dllm_engine.memory import canvas_limit
 
 DEFAULTS: dict[str, Any] = {
@@ -36,6 +46,7 @@ DEFAULTS: dict[str, Any] = {
     "gen_length": 64,
     "unmasking_rules": "one",
 }
+NUM_CHATS, TURNS = 64, 3
 QUICK: dict[str, Any] = {
     "batch": [1, 4],
     "prompt": [64],
@@ -64,6 +75,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "N,…",
         "prompt tokens (default: 128,512)",
     )
+    add_value(
+        parser,
+        "--shared-prompt",
+        positive_int,
+        "N",
+        "instead of --batch: the second of two requests whose prompts share N tokens, "
+        "and 64 chats of three turns, with and without shared pages",
+    )
     add_value(parser, "--repeats", positive_int, "N", "measured rounds", default=3)
     add_value(parser, "--output", Path, "FILE.json", "write each row as it is measured")
     add_comparison_arguments(parser)
@@ -89,23 +108,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     preset = QUICK if args.quick else DEFAULTS
     vars(args).update(preset | given(args, preset))
-    longest = max(args.prompt), args.gen_length, args.block_length, args.max_model_len
-    args.max_model_len = canvas_limit(load_config(args.model), *longest)
-    args.engine_arg = [
-        ("max_num_batched_tokens", max(args.batch) * args.max_model_len),
-        *args.engine_arg,
-    ]
-    workloads = [
+    workloads: list[Workload] = [
         Workload(f"{batch} × {prompt}", batch, prompt, args.repeats, args.seed)
         for prompt, batch in itertools.product(args.prompt, args.batch)
     ]
+    longest, columns = max(args.prompt), COLUMNS
+    if args.shared_prompt is not None:
+        workloads = shared_workloads(args)
+        longest += (TURNS - 1) * (longest - args.shared_prompt + args.gen_length)
+        columns = {"WORKLOAD": ("task", "")} | COLUMNS
+    at_once = max(workload.batch for workload in workloads)
+    lengths = longest, args.gen_length, args.block_length, args.max_model_len
+    args.max_model_len = canvas_limit(load_config(args.model), *lengths)
+    args.engine_arg = [
+        ("max_num_batched_tokens", at_once * args.max_model_len),
+        *args.engine_arg,
+    ]
+    asked = combinations(args, at_once)
+    if args.shared_prompt is not None:
+        asked = with_and_without_sharing(args, asked)
     start = (
         (lambda arguments: random_engine(**arguments))
         if is_named_shape(args.model)
         else load
     )
     with Comparison(args.output, args.command, subject_of(args), start) as comparison:
-        comparison.add(combinations(args, max(args.batch)), workloads)
+        comparison.add(asked, workloads)
         try:
             comparison.run()
         finally:
@@ -115,8 +143,46 @@ def run(args: argparse.Namespace) -> int:
 
                 print(
                     machine_line(provenance()),
-                    table(values_of(comparison.scored), COLUMNS),
+                    table(values_of(comparison.scored), columns),
                     sep="\n\n",
                 )
                 finish(args, comparison)
     return 1 if comparison.errors else 0
+
+
+def shared_workloads(args: argparse.Namespace) -> list[Workload]:
+    """The second of two requests, and chats, for each length of prompts."""
+    shared = args.shared_prompt
+    workloads: list[Workload] = []
+    if shared >= min(args.prompt):
+        raise ValueError(
+            f"--shared-prompt {shared} is out of range: give less than the prompt has "
+            f"({min(args.prompt)}, --prompt)"
+        )
+    for prompt in args.prompt:
+        about = prompt, args.repeats, args.seed, shared
+        second = f"2nd of 2, {shared} of {prompt} shared"
+        chats = f"{NUM_CHATS} chats of {TURNS} turns, {prompt - shared} tokens each"
+        workloads.append(SecondRequest(second, 2, *about))
+        workloads.append(Chats(chats, NUM_CHATS, *about, TURNS))
+    return workloads
+
+
+def with_and_without_sharing(
+    args: argparse.Namespace, asked: Sequence[Combination]
+) -> list[Combination]:
+    """Each combination without shared pages, and with them where its method has
+    some.
+    """
+    by_blocks = load_config(args.model).family.attention_block is not None
+    shares = {"share_prompts": True} if not by_blocks else {}
+    without = {"share_prompts": False, "anchor_tokens": 0}
+    made = []
+    for each in asked:
+        method = CACHE_METHODS[each.engine["cache_method"]]
+        plain = each.engine | without | {"enable_prefix_caching": False}
+        made.append(replace(each, engine=plain))
+        if method.keeps_for_good if by_blocks else method.shares_prompts:
+            label = f"{each.method} shared"
+            made.append(replace(each, method=label, engine=each.engine | shares))
+    return made

@@ -4,14 +4,19 @@ import json
 import random
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dllm_engine.checkpoints import named_shape
 from dllm_engine.evaluation.comparison import COST_COLUMNS, Result, Row, Task
-from dllm_engine.evaluation.runner import MeasuredEngine, Request
+from dllm_engine.evaluation.runner import (
+    Cost,
+    MeasuredEngine,
+    Request,
+    complete_requests,
+)
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
@@ -41,7 +46,7 @@ class Workload(Task):
         """The median of the rounds' tokens per second."""
         requests = self.requests(engine.llm, decoding)
         rates = [
-            engine.complete(requests)[1].tokens_per_second for _ in range(self.repeats)
+            self.cost(engine, requests).tokens_per_second for _ in range(self.repeats)
         ]
         about = {
             "batch": self.batch,
@@ -51,21 +56,72 @@ class Workload(Task):
         }
         return Result("tokens/s", statistics.median(rates), None, len(requests), about)
 
+    def cost(self, engine: MeasuredEngine, requests: Sequence[Request]) -> Cost:
+        """The cost of a round."""
+        return engine.complete(requests)[1]
+
     def requests(self, llm: "LLM", decoding: dict[str, Any]) -> list[Request]:
         """Random tokens, with end tokens ignored, so that each row does
         the same work.
         """
         from dllm_engine.params import DiffusionParams
 
-        config = llm.model_config.hf_config
-        rng = random.Random(self.seed)
-        tokens = [
-            token
-            for token in range(llm.model_config.get_vocab_size())
-            if token != config.mask_token_id
-        ]
         params = DiffusionParams(**decoding | {"ignore_eos": True})
-        return [(rng.choices(tokens, k=self.prompt), params) for _ in range(self.batch)]
+        draw = random_tokens(llm, self.seed)
+        return [(draw(self.prompt), params) for _ in range(self.batch)]
+
+
+@dataclass(frozen=True)
+class SharedWorkload(Workload):
+    """Requests whose prompts begin with the same ``shared`` tokens."""
+
+    shared: int
+
+    def requests(self, llm: "LLM", decoding: dict[str, Any]) -> list[Request]:
+        requests = super().requests(llm, decoding)
+        beginning = requests[0][0][: self.shared]
+        return [(beginning + own[self.shared :], params) for own, params in requests]
+
+
+class SecondRequest(SharedWorkload):
+    """The last of the requests, after the others."""
+
+    def cost(self, engine: MeasuredEngine, requests: Sequence[Request]) -> Cost:
+        *first, last = requests
+        return engine.complete([last], before=first)[1]
+
+
+@dataclass(frozen=True)
+class Chats(SharedWorkload):
+    """So many chats at once, each turn of which brings as many tokens of its own."""
+
+    turns: int
+
+    def cost(self, engine: MeasuredEngine, requests: Sequence[Request]) -> Cost:
+        draw = random_tokens(engine.llm, self.seed + 1)
+        completions, cost = engine.complete(requests)
+        for _ in range(1, self.turns):
+            requests = [
+                (
+                    [*prompt, *answer.token_ids, *draw(self.prompt - self.shared)],
+                    params,
+                )
+                for (prompt, params), answer in zip(requests, completions, strict=True)
+            ]
+            completions, turn = complete_requests(engine.llm, requests)
+            for sums in (cost, engine.cost):
+                sums.add(turn)
+        return cost
+
+
+def random_tokens(llm: "LLM", seed: int) -> Callable[[int], list[int]]:
+    """Draws so many tokens that a prompt may have."""
+    mask = llm.model_config.hf_config.mask_token_id
+    tokens = [
+        token for token in range(llm.model_config.get_vocab_size()) if token != mask
+    ]
+    rng = random.Random(seed)
+    return lambda count: rng.choices(tokens, k=count)
 
 
 def random_engine(model: str, **settings: Any) -> "LLM":

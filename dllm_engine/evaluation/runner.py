@@ -88,14 +88,17 @@ class MeasuredEngine:
     def __init__(self, llm: "LLM", label: str = "") -> None:
         self.llm, self.cost, self._label = llm, Cost(), label
 
-    def complete(self, requests: Sequence[Request]) -> tuple[list[Any], Cost]:
-        """Complete requests as ``complete_requests`` does. The first requests of all
-        are answered once before, to warm up.
+    def complete(
+        self, requests: Sequence[Request], before: Sequence[Request] = ()
+    ) -> tuple[list[Any], Cost]:
+        """Complete requests as ``complete_requests`` does, after those ``before``,
+        which do not count. The first requests of all are answered once, to warm up.
         """
         if not self.cost.requests:
             complete_requests(self.llm, requests[:NUM_WARMUP])
         # Each run does the same work, whatever ran before.
         self.llm.reset_prefix_cache()
+        complete_requests(self.llm, before)
         completions, cost = complete_requests(self.llm, requests, self._label)
         self.cost.add(cost)
         return completions, cost

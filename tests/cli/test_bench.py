@@ -1,6 +1,7 @@
 """``dllm bench`` measures what its arguments ask for and writes it down."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -8,6 +9,7 @@ from dllm_engine.cli import bench
 from dllm_engine.cli.main import main
 from dllm_engine.evaluation.bench import Workload
 from dllm_engine.evaluation.comparison import Comparison
+from dllm_engine.evaluation.runner import MeasuredEngine
 from tests.support.plans import FULL_METHODS
 
 
@@ -159,3 +161,41 @@ def test_prompts_are_random_tokens_of_the_length_that_is_asked_for(engines, tiny
     assert (len(first), len(second), params.ignore_eos) == (60, 60, True)
     assert first != second
     assert llm.model_config.hf_config.mask_token_id not in {*first, *second}
+
+
+def test_shared_prompts_are_measured_with_and_without(measured, engines, tiny_llada):
+    """The first of two requests does not count; the chats' turns begin with those
+    before.
+    """
+    asked = "--shared-prompt 32 --prompt 48 --response 8 --methods dual,maskkv"
+    combinations, workloads = measured(*asked.split(), "--repeats", "1")
+    sharing = [(each.method, each.engine.get("share_prompts")) for each in combinations]
+    assert sharing == [("dual", False), ("dual shared", True), ("maskkv", False)]
+    assert combinations[0].engine["max_model_len"] == 48 + 2 * (16 + 8) + 8
+    assert combinations[0].engine["max_num_seqs"] == 64
+    second, chats = workloads
+    chats = replace(chats, batch=3)
+    llm = engines(
+        tiny_llada,
+        cache_method="dual",
+        share_prompts=True,
+        page_size=8,
+        kv_cache_memory_bytes=16 << 20,
+    )
+    decoding = {"gen_length": 8, "block_length": 8, "steps": 1}
+    engine = MeasuredEngine(llm)
+    result = second.score(engine, decoding)
+    assert result.score > 0
+    assert engine.cost.requests == 1
+    assert engine.cost.tokens_computed == 48 - 32 + 8
+    engine = MeasuredEngine(llm)
+    chats.score(engine, decoding)
+    assert engine.cost.requests == 9
+    # Later turns compute of the turns before only the last block of the response.
+    first, later = (48 + 8) + 2 * (16 + 8), 6 * (8 + 16 + 8)
+    assert engine.cost.tokens_computed == first + later
+
+
+def test_a_shared_prompt_is_shorter_than_the_prompt(capsys):
+    assert main(["bench", "--shared-prompt", "64", "--prompt", "64"]) == 2
+    assert "--shared-prompt 64 is out of range: give less" in capsys.readouterr().err
