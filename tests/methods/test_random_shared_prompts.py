@@ -14,6 +14,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from dllm_engine import LLM
 from dllm_engine.scheduler.request_state import RequestState
+from tests.methods.test_shared_prompts import ENGINES
 from tests.oracles.decode import decode
 from tests.oracles.models import PlainModel
 from tests.oracles.shared_prompts import SharedPrompts
@@ -28,15 +29,6 @@ from tests.support.random_requests import (
 )
 from tests.support.stepped_engines import Poison, held_pages
 
-ENGINES: list[tuple[str, dict[str, Any]]] = [
-    ("none", {}),
-    ("prefix", {}),
-    ("dual", {}),
-    ("dual", {"refresh": "response", "prompt_refresh_interval": 2}),
-    ("dual", {"refresh": "near", "near_tokens": 5}),
-    ("sparse", {"retention_ratio": 0.6, "pool_kernel_size": 1}),
-    ("sparse", {"retention_ratio": 0.3, "update_delay": 0, "pool_kernel_size": 1}),
-]
 SAMPLED = {
     "n": 2,
     "temperature": 0.6,

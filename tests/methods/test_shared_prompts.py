@@ -17,7 +17,9 @@ from tests.oracles.decoding import Decoding
 from tests.oracles.models import PlainModel
 from tests.oracles.shared_prompts import SharedPrompts
 from tests.support.engines import assert_nothing_left, generate, scheduler_of
+from tests.support.http_app import served
 from tests.support.random_decisions import decision_params, listed, random_decision
+from tests.support.server import series_of
 from tests.support.stepped_engines import run_in_steps
 
 MODELS = ("llada-tiny-a", "dream-tiny-a")
@@ -161,6 +163,42 @@ def test_questions_about_one_text_compute_it_once(engines, tiny_llada):
         num_rows += figures.tokens_computed
     asked = sum(len(each.template) + 5 for each, _, _ in decisions)
     assert num_rows == len(text) + asked
+    assert_nothing_left(llm)
+
+
+def test_metrics_usage_and_reset_are_vllms_over_http(engines, monkeypatch):
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")  # for `/reset_prefix_cache`
+    llm = engines(
+        "demo",
+        skip_tokenizer_init=False,
+        cache_method="dual",
+        page_size=PAGE_SIZE,
+        share_prompts=True,
+        disable_log_stats=False,
+    )
+    client = served(llm, "--enable-prompt-tokens-details")
+
+    def figures() -> list[float]:
+        shown = series_of(client.get("/metrics").text)
+        names = "prefix_cache_queries_total", "prefix_cache_hits_total"
+        return [shown[f"vllm:{name}"] for name in names]
+
+    def ask(prompt: list[int]) -> int:
+        """How many tokens of the prompt were read from pages, by the answer."""
+        body = {"model": llm.model_config.model, "prompt": prompt, "max_tokens": 8}
+        answer = client.post("/v1/completions", json=body | {"ignore_eos": True})
+        assert answer.status_code == 200, answer.text
+        usage = answer.json()["usage"]
+        assert usage["prompt_tokens"] == len(prompt)
+        return (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0)
+
+    text, (queries, hits) = [*range(20, 61)], figures()
+    read = [ask([*text, number]) for number in (61, 62)]
+    assert read == [0, 40]
+    assert figures() == [queries + 84, hits + 40]
+    assert client.post("/reset_prefix_cache").status_code == 200
+    assert ask(text) == 0
+    assert figures() == [queries + 84 + 41, hits + 40]
     assert_nothing_left(llm)
 
 

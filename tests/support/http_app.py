@@ -88,6 +88,9 @@ class EngineInProcess:
     async def is_tracing_enabled(self) -> bool:
         return False
 
+    async def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        return self.llm_engine.reset_prefix_cache(*args, **kwargs)
+
     async def collective_rpc(self, *args: Any, **kwargs: Any) -> Any:
         return self.llm_engine.collective_rpc(*args, **kwargs)
 

@@ -149,7 +149,13 @@ def is_healthy(url: str) -> bool:
 
 def scrape(url: str) -> dict[str, float]:
     """Every series of ``/metrics``, summed over its labels."""
-    text = urllib.request.urlopen(url + "/metrics", timeout=30).read().decode()
+    return series_of(
+        urllib.request.urlopen(url + "/metrics", timeout=30).read().decode()
+    )
+
+
+def series_of(text: str) -> dict[str, float]:
+    """Every series of a text of metrics, summed over its labels."""
     values: dict[str, float] = defaultdict(float)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
