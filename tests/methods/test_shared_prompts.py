@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+from vllm import envs
 
 from dllm_engine import DiffusionParams
 from dllm_engine.families import LLADA, SDAR
@@ -167,7 +168,8 @@ def test_questions_about_one_text_compute_it_once(engines, tiny_llada):
 
 
 def test_metrics_usage_and_reset_are_vllms_over_http(engines, monkeypatch):
-    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")  # for `/reset_prefix_cache`
+    # For `/reset_prefix_cache`. An engine before may have made vLLM keep its variables.
+    monkeypatch.setitem(vars(envs), "VLLM_SERVER_DEV_MODE", True)
     llm = engines(
         "demo",
         skip_tokenizer_init=False,
