@@ -1,8 +1,10 @@
 """``LLM``: vLLM's offline class with the options of diffusion engines as keywords."""
 
+import atexit
 import inspect
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import compress, islice
 from typing import Any, Literal, overload
@@ -130,6 +132,7 @@ class LLM(vllm.LLM):
             # Of vLLM's config classes, which wrap what is raised inside them.
             except ValidationError as error:
                 raise ValueError(explain(error, "argument")) from None
+        atexit.register(_shut_down, weakref.ref(self.llm_engine.engine_core))
         defaults = self.model_config.hf_config.family.template_defaults
         settings = _template_settings(defaults)
         template = getattr(self._tokenizer, "chat_template", None)
@@ -475,6 +478,14 @@ class LLM(vllm.LLM):
         if self.model_config.dllm_response_limit is None:
             params.max_tokens = None
         return params
+
+
+def _shut_down(client: Callable[[], Any]) -> None:
+    """End an engine with the program that made it. Otherwise Python ends its process
+    first, and vLLM warns that it exited unexpectedly.
+    """
+    if core := client():
+        core.shutdown()
 
 
 def _diffusion_params(params: Any) -> DiffusionParams:

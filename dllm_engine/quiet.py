@@ -40,6 +40,7 @@ SILENCED = {
     "vllm.triton_utils.importing": {
         "Triton is installed, but doesn't include CPU backend": _NO_TRITON
     },
+    "torch._library.triton": {"Triton not available": _NO_TRITON},
     "vllm.platforms.cpu": {
         "Triton is not installed": _NO_TRITON,
         "Reset SSM cache type": "no diffusion model has such a cache",

@@ -253,6 +253,8 @@ def test_snippets_of_a_page(folder, environ, page):
             assert ran.returncode == 0, (
                 f"{snippet.text}\n{ran.stdout[-3000:]}\n{ran.stderr[-6000:]}"
             )
+            if snippet.language == "python":
+                assert not ran.stderr, f"{snippet.text}\n{ran.stderr[-6000:]}"
             expected = [line for line in [snippet.of(PRINTS)] if line]
             expected += re.findall(
                 r"^ *print\(.*\)  # (.+)$", snippet.text, flags=re.MULTILINE
