@@ -104,7 +104,8 @@ def choose_backend(
             raise ValueError(
                 f"dense_attention={name!r} {error}; leave it at 'auto'"
             ) from error
-        logger.info("Dense attention: sdpa, because flash %s", error)
+        if device.type != "cpu":  # which has no other
+            logger.info("Dense attention: sdpa, because flash %s", error)
         return attend_with_sdpa
     logger.info("Dense attention: flash")
 
@@ -173,7 +174,8 @@ def choose_paged_flash(
             # smaller pages it reads the tokens alone.
             raise ValueError(f"needs a page_size below 64, here {page_size}")
     except ValueError as error:
-        logger.info("Attention to pages: own kernel, because flash %s", error)
+        if device.type != "cpu":
+            logger.info("Attention to pages: own kernel, because flash %s", error)
         return None
     logger.info(
         "Attention to pages: flash %d where it applies, else own kernel", version

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from types import SimpleNamespace
 
 import pytest
@@ -211,6 +212,29 @@ def test_a_drain_does_not_wait_for_an_engine_that_has_nothing_to_do():
 
     asyncio.run(serve())
     assert waited == [3]
+
+
+def test_who_reads_the_address_in_the_log_may_connect(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    async def serve_http(app, sock, **settings):
+        with socket.create_connection(sock.getsockname()):
+            return "ended"
+
+    async def serve():
+        with socket.socket() as bound:
+            bound.bind(("127.0.0.1", 0))
+            return await serve_and_tell(serve_http, app, bound)
+
+    app = Starlette()
+    app.state.args = SimpleNamespace(model="demo", ssl_certfile=None, root_path="")
+    app.state.open_requests = OpenRequests()
+    app.state.engine_client = SimpleNamespace(
+        shutdown=None,
+        errored=False,
+        output_processor=SimpleNamespace(propagate_error=None),
+    )
+    assert asyncio.run(serve()) == "ended"
 
 
 @pytest.mark.parametrize(

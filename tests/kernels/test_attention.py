@@ -117,7 +117,7 @@ def test_requests_that_need_no_pages_take_one_call_beside_others(
             128,
             None,
             "sdpa",
-            "needs a CUDA device and float16 or bfloat16, here cpu",
+            "",
         ),
         (
             "auto",
@@ -157,9 +157,12 @@ def test_which_backend_is_chosen(
         assert (choose_backend(name, device, dtype, head_dim) is attend_with_sdpa) == (
             chosen == "sdpa"
         )
-        (line,) = log
-        assert line.startswith(f"Dense attention: {chosen}")
-        assert reason in line
+        if device == CPU:
+            assert not log  # it has no choice
+        else:
+            (line,) = log
+            assert line.startswith(f"Dense attention: {chosen}")
+            assert reason in line
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -243,8 +246,11 @@ def test_when_flash_over_pages_is_chosen(
     assert (choose_paged_flash(device, dtype, 128, page_size) is None) == (
         reason is not None
     )
-    (line,) = log
-    assert (reason or f"flash {version} where it applies") in line
+    if device == CPU:
+        assert not log  # it has no choice
+    else:
+        (line,) = log
+        assert (reason or f"flash {version} where it applies") in line
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

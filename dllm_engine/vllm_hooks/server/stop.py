@@ -116,6 +116,7 @@ async def serve_and_tell(
         raise SystemExit(1)
 
     if sock is not None:
+        sock.listen()  # who reads the address may connect at once
         _tell_address(app, sock)
     engine.shutdown = stop
     engine.output_processor.propagate_error = propagate_death
