@@ -97,7 +97,7 @@ def setup(environment: Environment, extras: Sequence[str], prompt: str | None) -
     """
     environment.install(extras)
     if prompt is not None:
-        print("The demo model answers, in some 15 s on two cores that are free:")
+        print("The demo model answers, in some 10 s on two cores that are free:")
     if prompt is not None and (status := environment.run("dllm", "generate", prompt)):
         return status
     activate = environment.directory / "bin" / "activate"

@@ -127,7 +127,7 @@ class Environment:
         )
         names = f"[{','.join(wanted['extras'])}]" if wanted["extras"] else ""
         self._uv("dllm-engine from this checkout", "--editable", f"{CHECKOUT}{names}")
-        print("Checking that vLLM starts, which takes up to a minute ...", flush=True)
+        print("Checking that vLLM starts, in some 10 s on two cores that are free ...", flush=True)
         self._run_step(
             [self.python, "-c", CHECK],
             "vLLM does not start",
@@ -176,13 +176,11 @@ class Environment:
         advice = (
             f"If there is no version of torch=={TORCH}+cpu: the default package index "
             f"has only the build for CUDA,\nwhich takes almost 5 GB and does not work "
-            f"with vLLM's CPU build, so nothing was downloaded. PyTorch has\n"
-            'an index of its own for CPU wheels; the page "Get started" of its website '
-            "shows the address (choose\n"
-            "Stable, Linux, Pip, Python, CPU). Put it in front of the same command:\n\n"
-            f"    PIP_EXTRA_INDEX_URL=<address> "
-            f"{shlex.join(['python3', *sys.argv])}\n\n"
-            "A folder that holds the wheel will do as well: PIP_FIND_LINKS=<folder>."
+            f"with vLLM's CPU build, so nothing was downloaded. uv\n"
+            f"knows PyTorch's own index of CPU wheels, and takes it from there with\n\n"
+            f"    UV_TORCH_BACKEND=cpu {shlex.join(['python3', *sys.argv])}\n\n"
+            "Or name a mirror of it, PIP_EXTRA_INDEX_URL=<address>, or a folder that "
+            "holds the wheel, PIP_FIND_LINKS=<folder>."
         )
         self._uv(f"PyTorch {TORCH}", f"torch=={TORCH}+cpu", advice=advice)
 
