@@ -71,7 +71,10 @@ def test_alerts_ask_for_metrics_that_exist():
     of_vllm = (folder / "loggers.py").read_text()
     ours = {PREFIX[spec.of_vllm] + name for name, spec in METRICS.items()}
     # Counted where a request is answered, by vLLM and by us.
-    ours |= {"http_requests", *(metric.name for metric in HTTP_ERRORS.collect())}
+    (errors,) = HTTP_ERRORS.collect()
+    ours |= {"http_requests", errors.name}
+    begun = [sample.labels.get("status") for sample in errors.samples]
+    assert {"400", "500", "503"} <= {*begun}  # else their first answers raise no alarm
     for rule in GROUP["rules"]:
         asked = re.findall(r"\b(?:vllm:|http_|dllm_http)\w+", rule["expr"])
         assert asked

@@ -35,6 +35,8 @@ HTTP_ERRORS = Counter(
 """vLLM's own counter has 4xx and 5xx only, and not what is answered before it. When an
 engine starts, vLLM forgets metrics whose names begin with its own.
 """
+for status in ("400", "500", "503"):
+    HTTP_ERRORS.labels(status)  # from 0 on: ``rate`` does not see a series begin
 _NUMBER = re.compile(rb'"sequence_number": ?([0-9]+)')
 
 
