@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dllm_engine import __version__
+from dllm_engine.cache_methods import CACHE_METHODS
 from dllm_engine.cli import (
     TRACEBACK_VARIABLE,
     bench,
@@ -35,6 +36,11 @@ COMMANDS = {
     "plan": plan,
     "models": models,
 }
+_ZSH_HEAD = """(( $+functions[compdef] )) || { autoload -U compinit && compinit }
+autoload -U +X bashcompinit && bashcompinit
+"""
+_SUGGESTED = {"model": DEMO_MODELS, "cache_method": CACHE_METHODS}
+"""What is completed for options that take other values too."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -93,9 +99,12 @@ def _print_completion(args: argparse.Namespace) -> int:
         if isinstance(action, argparse._SubParsersAction)
     )
     write = _fish_script if args.shell == "fish" else _bash_script
-    header = "autoload -U +X bashcompinit && bashcompinit\n"
-    print(header * (args.shell == "zsh") + write(commands))
+    print(_ZSH_HEAD * (args.shell == "zsh") + write(commands))
     return 0
+
+
+def _values(action: argparse.Action) -> list[str]:
+    return [str(value) for value in action.choices or _SUGGESTED.get(action.dest, ())]
 
 
 def _bash_script(commands: Mapping[str, argparse.ArgumentParser]) -> str:
@@ -104,11 +113,12 @@ def _bash_script(commands: Mapping[str, argparse.ArgumentParser]) -> str:
     for name, parser in commands.items():
         options = [word for word in parser._option_string_actions if len(word) > 2]
         for action in parser._actions:
-            if action.choices is not None and action.option_strings:
-                words = " ".join(map(str, action.choices))
-                cases.append(f'{name}:{action.option_strings[-1]}) words="{words}" ;;')
-            elif action.choices is not None:
-                options += map(str, action.choices)
+            words = _values(action)
+            if words and action.option_strings:
+                flag = action.option_strings[-1]
+                cases.append(f'{name}:{flag}) words="{" ".join(words)}" ;;')
+            else:
+                options += words
         cases.append(f'{name}:*) words="{" ".join(options)}" ;;')
     lines = "\n        ".join(cases)
     return f"""_dllm() {{
@@ -130,7 +140,7 @@ def _fish_script(commands: Mapping[str, argparse.ArgumentParser]) -> str:
     for name, parser in commands.items():
         begin = f"complete -c dllm -n '__fish_seen_subcommand_from {name}'"
         for action in parser._actions:
-            words = " ".join(map(str, action.choices or ()))
+            words = " ".join(_values(action))
             flags = [word for word in action.option_strings if word.startswith("--")]
             values = f" -xa '{words}'" if words else ""
             if not action.option_strings and words:

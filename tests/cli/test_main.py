@@ -215,6 +215,8 @@ def test_a_shell_completes_commands_options_and_values(capsys):
     assert "--cache-method" in completed(script, "dllm", "generate")
     assert completed(script, "dllm", "generate", "--dtype") == [*DTYPES]
     assert {*DEMO_MODELS} <= {*completed(script, "dllm", "demo-path")}
+    assert {*DEMO_MODELS} <= {*completed(script, "dllm", "serve")}
+    assert completed(script, "dllm", "serve", "--cache-method") == [*CACHE_METHODS]
     for shell in ("zsh", "fish"):
         assert main(["completion", shell]) == 0
         assert "cache-method" in capsys.readouterr().out
