@@ -32,6 +32,7 @@ _LEVEL = "WARNING"
 """vLLM's level in a process that is quiet."""
 
 _NO_TRITON = "Triton is for GPUs; a CPU has kernels of its own here"
+_VLLM_CALLS = "vLLM calls what this PyTorch is about to drop"
 _OUR_CHOICE = "so our engines are set; what vLLM would do instead is not for them"
 _REFUSAL = "a client's mistake; one line says what was refused, and why"
 _END = "the end is asked for, and has its own exit status"
@@ -41,6 +42,11 @@ SILENCED = {
         "Triton is installed, but doesn't include CPU backend": _NO_TRITON
     },
     "torch._library.triton": {"Triton not available": _NO_TRITON},
+    "torch._opaque_base": {"torch._opaque_base is deprecated": _VLLM_CALLS},
+    "torch._library.opaque_object": {".* is deprecated, use": _VLLM_CALLS},
+    "torch.utils.cpp_extension": {
+        "No CUDA runtime is found": "check_device says that there is no GPU"
+    },
     "vllm.platforms.cpu": {
         "Triton is not installed": _NO_TRITON,
         "Reset SSM cache type": "no diffusion model has such a cache",

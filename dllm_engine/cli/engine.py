@@ -27,7 +27,7 @@ from dllm_engine.quiet import be_quiet, progress_line
 from dllm_engine.request_options.fields import RequestOptions
 from dllm_engine.request_options.unmasking import PARALLEL_OPTIONS
 from dllm_engine.text import one_line
-from dllm_engine.vllm_hooks.release import check_release
+from dllm_engine.vllm_hooks.release import check_device, check_release
 from dllm_engine.vllm_hooks.server.start import end_now
 
 if TYPE_CHECKING:
@@ -259,6 +259,7 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
     if args.tensor_parallel_size in (None, 1):
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     check_release()
+    check_device()
     return arguments
 
 

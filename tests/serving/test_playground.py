@@ -388,6 +388,7 @@ def test_only_what_was_moved_is_sent(page):
         "0.5",
         "0.5",
     ), "the engine's own"
+    page.element("remember").click()
     page.ask("Hello!")
     page.short()
     page.move("retention_ratio", 0.25)
