@@ -45,17 +45,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.questions is None:
+        raise ValueError("nothing says what to ask; give --questions FILE.jsonl")
+    arguments = prepare(args)
     from dllm_engine.evaluation.calibrating import ALL, fit, measure
     from dllm_engine.evaluation.comparison import check_output
     from dllm_engine.evaluation.labelled_questions import read_labelled
     from dllm_engine.evaluation.plots import draw_curves, plot_beside
 
-    if args.questions is None:
-        raise ValueError("nothing says what to ask; give --questions FILE.jsonl")
     check_output(args.output)
     plot = plot_beside(args.output)
     questions = read_labelled(args.questions)[: args.count]
-    llm = load(prepare(args))
+    llm = load(arguments)
     answers = args.output.with_suffix(".answers.jsonl")
     measured = measure(llm.asking, llm.ask_rows, questions, answers)
     fitted = fit(questions, measured, args.seed)

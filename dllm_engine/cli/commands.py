@@ -1,7 +1,7 @@
 """The command line of ``dllm``: its subcommands."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dllm_engine import __version__
@@ -39,7 +39,7 @@ COMMANDS = {
 _ZSH_HEAD = """(( $+functions[compdef] )) || { autoload -U compinit && compinit }
 autoload -U +X bashcompinit && bashcompinit
 """
-_SUGGESTED = {"model": DEMO_MODELS, "cache_method": CACHE_METHODS}
+_SUGGESTED: dict[str, Iterable[str]] = {"model": DEMO_MODELS, "cache_method": CACHE_METHODS}
 """What is completed for options that take other values too."""
 
 

@@ -4,6 +4,7 @@ import argparse
 import json
 import subprocess
 import sys
+from importlib.metadata import packages_distributions, requires
 
 import pytest
 from pydantic import ValidationError
@@ -21,6 +22,7 @@ from dllm_engine.demo import DEMO_MODELS, model_path
 from dllm_engine.families import FAMILIES
 from dllm_engine.request_options.unmasking import PARALLEL_OPTIONS
 from dllm_engine.text import one_line
+from tests.repository.test_imports import PROJECT, distribution_name
 
 PLAN = "plan GSAI-ML/LLaDA-8B-Instruct"
 SERVE = "serve demo --port 0"
@@ -171,10 +173,48 @@ def test_traceback_is_shown_on_request(monkeypatch):
     assert main(argv) == 2
 
 
-def test_a_missing_vllm_is_named(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    assert main("serve demo --port 0".split()) == 2
-    assert "vLLM is not installed" in capsys.readouterr().err
+WORKS_WITHOUT_VLLM = ["models", "plan demo", "completion zsh"]
+NEEDS_VLLM = [
+    "generate hi",
+    "chat",
+    "serve demo --port 0",
+    "eval",
+    "lm-eval",
+    "tune demo",
+    "calibrate demo --questions a",
+    "bench",
+    "check",
+]
+
+
+def test_without_vllm_a_command_does_its_work_or_says_what_is_missing():
+    """In a process where only those modules can be imported that an installation of
+    this package alone has.
+    """
+    modules = {
+        module: {*map(distribution_name, names)}
+        for module, names in packages_distributions().items()
+    }
+    installed = set().union(*modules.values())
+    needed, needs = {"dllm-engine"}, list(PROJECT["dependencies"])
+    while needs:
+        name = distribution_name(need := needs.pop())
+        if name in installed - needed and "extra ==" not in need:
+            needed.add(name)
+            needs += requires(name) or ()
+    missing = [module for module, names in modules.items() if not names & needed]
+    lines = [line.split() for line in WORKS_WITHOUT_VLLM + NEEDS_VLLM]
+    run = (
+        "import sys; from dllm_engine.cli.main import main\n"
+        f"sys.modules.update(dict.fromkeys({missing!r}))\n"
+        f"print([main(line) for line in {lines}])"
+    )
+    ran = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True)
+    statuses = [0] * len(WORKS_WITHOUT_VLLM) + [2] * len(NEEDS_VLLM)
+    assert ran.stdout.endswith(f"{statuses}\n"), ran.stderr
+    said = ran.stderr.splitlines()
+    assert len(said) == len(NEEDS_VLLM)
+    assert all("vLLM is not installed; in a checkout, run" in line for line in said)
 
 
 def test_the_command_alone_prints_its_help(capsys):
