@@ -127,7 +127,10 @@ class Environment:
         )
         names = f"[{','.join(wanted['extras'])}]" if wanted["extras"] else ""
         self._uv("dllm-engine from this checkout", "--editable", f"{CHECKOUT}{names}")
-        print("Checking that vLLM starts, in some 10 s on two cores that are free ...", flush=True)
+        print(
+            "Checking that vLLM starts, in some 10 s on two cores that are free ...",
+            flush=True,
+        )
         self._run_step(
             [self.python, "-c", CHECK],
             "vLLM does not start",

@@ -39,7 +39,10 @@ COMMANDS = {
 _ZSH_HEAD = """(( $+functions[compdef] )) || { autoload -U compinit && compinit }
 autoload -U +X bashcompinit && bashcompinit
 """
-_SUGGESTED: dict[str, Iterable[str]] = {"model": DEMO_MODELS, "cache_method": CACHE_METHODS}
+_SUGGESTED: dict[str, Iterable[str]] = {
+    "model": DEMO_MODELS,
+    "cache_method": CACHE_METHODS,
+}
 """What is completed for options that take other values too."""
 
 
