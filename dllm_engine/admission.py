@@ -38,8 +38,7 @@ from dllm_engine.request_options.sampling_params import (
 from dllm_engine.structured_output.requests import constrained
 from dllm_engine.text import shortened
 
-# SamplingParams fields that have no meaning here (yet), with the value that means "not
-# used".
+# Fields of SamplingParams that are refused, each with the value that asks for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "prompt_logprobs": (None, "log-probabilities of the prompt are"),
     "logprob_token_ids": (None, "log-probabilities of chosen tokens are"),

@@ -114,7 +114,7 @@ class EntryPointGroup(Mapping[str, Member], Generic[Member]):
         if not isinstance(member, self._kind):
             raise self.error(
                 name,
-                f"{entry.value!r} is of type {type(member).__name__}, not "
+                f"{entry.value!r} names {member!r}, which is no instance of "
                 f"{self._kind.__name__}",
             )
         return member

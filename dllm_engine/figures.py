@@ -1,6 +1,7 @@
-"""Figures of a request: the scheduler sends them (``dllm_engine/decoding/messages.py``), and
-``vllm_hooks`` hands them on, as ``RequestOutput.outputs[i].diffusion`` and to HTTP
-clients."""
+"""Figures of a request: the scheduler sends them
+(``dllm_engine/decoding/messages.py``), and ``vllm_hooks`` hands them on, as
+``RequestOutput.outputs[i].diffusion`` and to HTTP clients.
+"""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -66,9 +67,12 @@ class DiffusionFigures:
     ``unmasked_per_step`` (canvas positions), with ``edit_threshold``
     ``edited_per_step`` (canvas position, token before, token after), with ``p2``
     ``remasked_per_step`` (canvas position, token taken back), with self-speculation
-    both, ``windows`` (start and stop of the running blocks' canvas positions) and ``computed_positions`` (None:
-    the whole canvas); per UPDATE step ``retained_positions``, a list per layer, and per
-    step that skips ``selected_positions``, a list per layer that drops rows."""
+    both, ``windows`` (start and stop of the running blocks' canvas positions) and
+    ``computed_positions`` (None: the whole canvas); per UPDATE step
+    ``retained_positions``, a list per layer, or with MaskKV ``retained_per_head``, a
+    list of them per head; and per step that skips ``selected_positions``, a list per
+    layer that drops rows.
+    """
     decision: dict[str, Any] = field(default_factory=dict)
     """Result of a decision: per field its ``value``, ``probability`` and
     ``distribution``.

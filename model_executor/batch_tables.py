@@ -51,6 +51,8 @@ class BatchTables:
         ]
         self.tables = torch.stack(padded, dim=1)
         """``[num_layers, num_requests, most pages]``"""
+        self.num_pages = [table.shape[1] for table in tables]
+        """Of each request, in a layer."""
 
     def slots(
         self,
@@ -169,6 +171,14 @@ class TokenTables(BatchTables, KVTables):
         """
         BatchTables.__init__(self, batch, kind)
         device, first_read = batch.device, None
+        reads = head_len or [plan.read for plan in batch.plans]
+        for read, num_pages in zip(reads, self.num_pages, strict=True):
+            if read > num_pages * pages.page_size:
+                raise ValueError(
+                    f"a step reads {read} tokens, and the pages of its request have "
+                    f"room for {num_pages * pages.page_size}; the cache method's "
+                    f"`pages` must tell how many it needs"
+                )
         if head_len is None:
             firsts = [plan.num_anchored for plan in batch.plans]
             head_len = [plan.read - plan.num_anchored for plan in batch.plans]

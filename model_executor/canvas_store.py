@@ -8,7 +8,7 @@ import torch
 from dllm_engine.constraints.constraint import constraint_of
 from dllm_engine.decoding.canvas_layout import Span
 from dllm_engine.decoding.messages import NewRequest
-from dllm_engine.decoding.unmasking_policies import SeenOfBlock
+from dllm_engine.decoding.unmasking_policies import SlowFastObservation
 from dllm_engine.kernels.sampling import signed_seed
 from dllm_engine.model_executor.constraints.accepted_texts import accepted_texts
 from dllm_engine.model_executor.constraints.constrained_response import (
@@ -78,8 +78,8 @@ class Canvas:
         self.last_unmasked: list[int] = []
         """Positions that the last step filled, ascending."""
         self.page_tables: dict[str, torch.Tensor] = {}
-        """Page ids per ``PageKind``, ``[num_layers, most pages of a layer]`` int32; a layer
-        with fewer is padded.
+        """Page ids per ``PageKind``, ``[num_layers, most pages of a layer]`` int32; a
+        layer with fewer is padded.
         """
         self.guide_text: list[int] = []
         """The guide's tokens whose keys and values its pages hold."""
@@ -114,11 +114,11 @@ class Canvas:
             for i in range(0, window.size, length)
         ]
 
-    def seen(self, window: Span, farthest: int) -> SeenOfBlock:
-        """Observation of SlowFast sampling for the block ``window`` after a pass;
-        ``farthest`` as in ``SeenOfBlock``."""
+    def slow_fast_observation(self, window: Span, farthest: int) -> SlowFastObservation:
+        """Observation of the block ``window`` after a pass; ``farthest`` as in
+        ``SlowFastObservation``."""
         masked = np.flatnonzero(self.known[slice(*window)] < 0)
-        return SeenOfBlock(
+        return SlowFastObservation(
             window.start + int(masked[0]) if masked.size else window.stop, farthest
         )
 

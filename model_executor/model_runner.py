@@ -351,10 +351,9 @@ class DiffusionModelRunner:
             # How a library sums depends on the shapes it is given, so a request may be
             # given its own alone. And what a cache method's pass does is another thing
             # than to compute whole canvases beside pages.
-            keeps = self.options.method.keeps(self.canvases[request_id].spec)
-            parts[request_id if self.options.batch_invariant else keeps][request_id] = (
-                plan
-            )
+            serves = self.options.method.serves(self.canvases[request_id].spec)
+            key = request_id if self.options.batch_invariant else serves
+            parts[key][request_id] = plan
         if len(parts) == 1:
             return self._run_batch(plans, progress, num_steps)
         reports: dict[str, StepResult] = {}
@@ -441,8 +440,8 @@ class DiffusionModelRunner:
             ):
                 return self.last_layout
         method = self.options.method
-        keeps = all(method.keeps(self.canvases[each].spec) for each in plans)
-        layer_pass_class = self.layer_pass_class if keeps else WholePass
+        serves = all(method.serves(self.canvases[each].spec) for each in plans)
+        layer_pass_class = self.layer_pass_class if serves else WholePass
         batch = StepBatch.of(plans, self.canvases, layer_pass_class.positions)
         # There are no pages where the method keeps nothing; its pass does not look at
         # them.

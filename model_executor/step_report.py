@@ -119,7 +119,9 @@ class Reporter:
             masked=masked,
             edited=[position for position, _, _ in edited],
             revises=still_revises,
-            seen=canvas.seen(plan.window, outcome.farthest.get(index, -1))
+            observation=canvas.slow_fast_observation(
+                plan.window, outcome.farthest.get(index, -1)
+            )
             if spec.unmasking.slow_fast
             else None,
             tokens=tokens or None,

@@ -98,15 +98,15 @@ def steps_known_ahead(
 def _is_known_ahead(plan: StepPlan, spec: DecodingSpec) -> bool:
     """Return True if the host needs no result of a step to plan the next."""
     whole_window = plan.quota.candidates == plan.window
-    asks = (
+    needs_results = (
         spec.ends.early_stop
         or spec.reports.streams_steps
         or spec.unmasking.certainty_sigma is not None
     )
-    asks |= plan.post_step > 0  # whether its block ends is its result
+    needs_results |= plan.post_step > 0  # whether its block ends is its result
     return (
         whole_window
-        and not asks
+        and not needs_results
         and not spec.text.is_constrained
         and spec.decision is None
         and spec.guidance is None

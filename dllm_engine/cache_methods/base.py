@@ -16,7 +16,7 @@ from dllm_engine.decoding.step_plan import (
     Scope,
     StepPlan,
     StepWork,
-    cut,
+    fast_pass_span,
     revises,
     step_plan,
 )
@@ -106,7 +106,7 @@ class CacheMethod:
         )
         return told is not None, by_part[[*by_part][-1] if told is None else told]
 
-    def keeps(self, spec: DecodingSpec) -> bool:
+    def serves(self, spec: DecodingSpec) -> bool:
         """Return True if the method serves a request. What only approximates does not
         serve decisions: each of their few passes computes the whole canvas."""
         return spec.decision is None or self.keeps_for_good
@@ -114,7 +114,7 @@ class CacheMethod:
     def next_step(self, spec: DecodingSpec, progress: Progress) -> StepPlan:
         return (
             self.plan(spec, progress)
-            if self.keeps(spec)
+            if self.serves(spec)
             else plan_whole(spec, progress)
         )
 
@@ -192,7 +192,7 @@ def plan_on_canvas(
     computed it.
     """
     kept = spec.layout.visible(spec.layout.span_of(progress.running))
-    work = StepWork(state, scope, span, read=cut(progress, kept).stop)
+    work = StepWork(state, scope, span, read=fast_pass_span(progress, kept).stop)
     plan = step_plan(spec, progress, work, window_alone=window_alone)
     plan.retained = kept.stop
     return plan

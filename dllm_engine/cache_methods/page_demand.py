@@ -21,7 +21,7 @@ class PageDemand:
         guide.
         """
         own: PageCounts = {}
-        if self.method.pages is not None and self.method.keeps(spec):
+        if self.method.pages is not None and self.method.serves(spec):
             own = self.method.pages(spec, running, self.geometry)
         elif spec.num_sharable:
             own = self.geometry.uniform(spec.num_sharable)

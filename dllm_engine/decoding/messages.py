@@ -12,7 +12,7 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from dllm_engine.decoding.progress import Progress
 from dllm_engine.decoding.spec import DecodingSpec
 from dllm_engine.decoding.step_plan import RefreshState, StepPlan
-from dllm_engine.decoding.unmasking_policies import SeenOfBlock
+from dllm_engine.decoding.unmasking_policies import SlowFastObservation
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -105,6 +105,7 @@ class StepReport:
     rows_computed: int
     num_unmasked: int
     masked: list[int]
+    """Masked tokens left in each running block."""
     tokens: list[int] | None
     """Response tokens to send now, in order; None: none. Tokens of complete blocks with
     no mask before them, or up to an end token with none before it."""
@@ -113,10 +114,11 @@ class StepReport:
     edited: list[int] = field(default_factory=list)
     """Canvas positions of decided tokens, or drafts, that it replaced, ascending."""
     revises: bool = False
-    seen: SeenOfBlock | None = None
+    """As ``Progress.revises``."""
+    observation: SlowFastObservation | None = None
+    """Of SlowFast sampling; None: the request decodes otherwise."""
     ends: bool = False
-    """True if the response ends with the
-    running blocks (``DecodingSpec.early_stop``).
+    """True if the response ends with the running blocks (``Ends.early_stop``).
     """
     kv_slots: int | None = None
     """Key slots kept in the table that layers share, on the rank with the most; None:
@@ -134,6 +136,7 @@ class StepReport:
     """
 
     def advance(self, progress: Progress, spec: DecodingSpec) -> None:
+        """Advance a request's progress by this step."""
         retained = (
             self.plan.retained if self.plan.state is RefreshState.UPDATE else None
         )
@@ -141,8 +144,8 @@ class StepReport:
             # Keys and values of what the first of them concerns are those of the
             # tokens before.
             retained = min(retained, spec.layout.block_start(self.edited[0]))
-        if progress.span is not None and self.seen is not None:
-            progress.span = progress.span.after(self.seen)
+        if progress.slow_fast is not None and self.observation is not None:
+            progress.slow_fast = progress.slow_fast.after(self.observation)
         progress.num_edited += len(self.edited)
         progress.revises = self.revises
         progress.ended |= self.ends

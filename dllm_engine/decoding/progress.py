@@ -4,13 +4,14 @@ from dataclasses import dataclass, field
 
 from dllm_engine.decoding.canvas_layout import FIRST_BLOCK, Blocks
 from dllm_engine.decoding.spec import DecodingSpec
-from dllm_engine.decoding.unmasking_policies import SpanState
+from dllm_engine.decoding.unmasking_policies import SlowFastState
 
 
 @dataclass
 class Progress:
-    """The scheduler owns it and advances it with the runner's reports; a runner that
-    runs ahead works on a copy.
+    """How far a request has come: its running blocks, its steps, and counts for its
+    figures. The scheduler owns it and advances it with the runner's reports. A runner
+    that runs ahead works on a copy.
 
     The *running* blocks are the blocks that a step may fill; their canvas positions are
     the *window*. The next block joins once enough of the last one is decided; complete
@@ -39,7 +40,8 @@ class Progress:
     """Per complete block at the beginning of the response: forward passes until no mask
     was left in it or before it.
     """
-    span: SpanState | None = None
+    slow_fast: SlowFastState | None = None
+    """State of SlowFast sampling in the running block; None: another rule."""
     ended: bool = False
     """True if the response ends with the running blocks, so that no
     other block joins.
@@ -79,7 +81,7 @@ class Progress:
         progress = cls(
             running,
             masked=list(spec.layout.masks_per_block[slice(*running)]),
-            span=spec.first_span(0),
+            slow_fast=spec.first_slow_fast(0),
         )
         progress._settle(spec)
         return progress
@@ -145,9 +147,11 @@ class Progress:
             return
         is_settled = False
         while not is_settled:
-            self.completed_at += [self.num_forwards] * (
-                self.leftmost - len(self.completed_at)
-            )
+            completed = self.leftmost - len(self.completed_at)
+            self.completed_at = [
+                *self.completed_at,
+                *[self.num_forwards] * completed,
+            ]
             is_settled = not self._join(spec) or self.num_masked > 0
 
     def _begin_round(self, spec: DecodingSpec, length: int) -> None:
@@ -183,5 +187,6 @@ class Progress:
             *self.masked[first - self.running.first :],
             spec.layout.masks_per_block[joining],
         ]
-        self.running, self.span = Blocks(first, joining + 1), spec.first_span(joining)
+        self.running = Blocks(first, joining + 1)
+        self.slow_fast = spec.first_slow_fast(joining)
         return True

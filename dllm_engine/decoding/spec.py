@@ -13,7 +13,7 @@ from dllm_engine.decoding.canvas_layout import Blocks, CanvasLayout
 from dllm_engine.decoding.unmasking_policies import (
     UNMASKING_POLICIES,
     SlowFast,
-    SpanState,
+    SlowFastState,
     UnmaskingPolicy,
     split_steps,
 )
@@ -277,12 +277,12 @@ class DecodingSpec:
             or self.guidance is not None
         )
 
-    def first_span(self, block: int) -> SpanState | None:
+    def first_slow_fast(self, block: int) -> SlowFastState | None:
         """State of SlowFast sampling at the start of a block; None: another rule."""
         if self.unmasking.slow_fast is None:
             return None
         start = self.layout.block_span(block).start
-        return SpanState(
+        return SlowFastState(
             self.unmasking.slow_fast, self.layout.shifts_logits, start, start
         )
 

@@ -145,7 +145,9 @@ class StepPlan:
     read: int = 0
     """Tokens per layer that the rows attend to in pages."""
     num_anchored: int = 0
-    """The first of these that the step computes and writes itself, beside ``span``."""
+    """Of the tokens that ``read`` counts, how many from the start of the prompt this
+    step computes again (``anchor_tokens``). Their rows come before those of ``span``.
+    """
     retained: int = 0
     """Tokens per layer that pages hold after the step."""
     adds: tuple[Retention, ...] = ()
@@ -237,7 +239,7 @@ def unmask_quota(
     well.
     """
     step = progress.step
-    span = progress.span
+    slow_fast = progress.slow_fast
     begins_masked = step == 0 and not spec.layout.is_given(window.start)
     quota = UnmaskQuota(window, progress.num_masked, 1.0)
     quota.first_needed = window_alone and spec.layout.shifts_logits and begins_masked
@@ -258,12 +260,16 @@ def unmask_quota(
     if spec.schedule.block_add_threshold is not None:
         quota.guaranteed = spec.layout.block_span(progress.leftmost)
         return quota
-    if span is not None:
-        threshold, quota.enough = span.passing
+    if slow_fast is not None:
+        threshold, quota.enough = slow_fast.passing
         quota.parallel = ParallelRule("slow_fast", threshold)
-        quota.candidates = Span(span.start, window.stop if span.is_slow else span.end)
+        quota.candidates = Span(
+            slow_fast.start, window.stop if slow_fast.is_slow else slow_fast.end
+        )
         quota.observed = (
-            span.options.span_threshold if span.is_slow and not span.settled else None
+            slow_fast.options.span_threshold
+            if slow_fast.is_slow and not slow_fast.settled
+            else None
         )
         return quota
     quota.first_needed = False  # here such a step fills that position alone, or all
@@ -308,11 +314,11 @@ def unmask_quota(
     return quota
 
 
-def cut(progress: Progress, span: Span) -> Span:
-    """Cut ``span`` to what a step computes. After the first, fast passes of SlowFast
-    sampling end with the positions that they fill.
+def fast_pass_span(progress: Progress, span: Span) -> Span:
+    """The part of ``span`` that a step computes: after the first, fast passes of
+    SlowFast sampling end with the positions that they fill.
     """
-    state = progress.span
+    state = progress.slow_fast
     return (
         span
         if state is None or not state.num_fast
@@ -342,7 +348,7 @@ def step_plan(
 ) -> StepPlan:
     """Plan of a step that does this work. ``window_alone`` as in ``unmask_quota``."""
     state, scope, span, read, adds = work
-    span = span if adds else cut(progress, span)
+    span = span if adds else fast_pass_span(progress, span)
     window = spec.layout.span_of(progress.running)
     return StepPlan(
         state=state,

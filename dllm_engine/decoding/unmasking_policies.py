@@ -67,7 +67,8 @@ class UnmaskingRule:
     ``Annotated[float, Field(ge=0, le=1)]``. None: no request names the rule.
     """
     meaning: str = ""
-    """What help and docs say of the option; the first sentence alone must make sense."""
+    """What help and docs say of the option; the first sentence alone must make sense.
+    """
     else_counted: bool = False
     """True if policies with another measure keep their fixed count; False if they are
     refused.
@@ -81,7 +82,8 @@ class UnmaskingRule:
     least_by_schedule: bool = True
     """True if ``steps_per_block`` sets the minimum number of positions of a step."""
     in_spans: bool = False
-    """True if the rule fills spans of a block, which passes find (``SpanState``)."""
+    """True if the rule fills spans of a block, which passes find (``SlowFastState``).
+    """
     tuned: tuple[float, ...] = ()
     """Values that `dllm tune` tries, the most careful first."""
 
@@ -233,7 +235,7 @@ class SlowFast(BaseModel):
     """
 
 
-class SeenOfBlock(NamedTuple):
+class SlowFastObservation(NamedTuple):
     """Observation of one pass of SlowFast sampling."""
 
     first_masked: int
@@ -245,7 +247,7 @@ class SeenOfBlock(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SpanState:
+class SlowFastState:
     """State of SlowFast sampling in a block. Slow passes look for the end of a span,
     fast passes fill it, and the next span begins there."""
 
@@ -281,7 +283,7 @@ class SpanState:
             return options.slow_threshold, options.slow_minimum
         return options.fast_threshold, options.fast_minimum
 
-    def after(self, seen: SeenOfBlock) -> "SpanState":
+    def after(self, observation: SlowFastObservation) -> "SlowFastState":
         """State after a pass. Slow passes go on to their number after the end is
         settled, as in the authors' code.
         """
@@ -290,7 +292,7 @@ class SpanState:
         else:
             state = replace(self, num_slow=self.num_slow + 1)
             if not self.settled:
-                latest = (*self.estimates, max(seen.farthest, self.start) + 1)[
+                latest = (*self.estimates, max(observation.farthest, self.start) + 1)[
                     -self.options.span_window :
                 ]
                 settled = len(latest) == self.options.span_window and self._is_stable(
@@ -302,9 +304,11 @@ class SpanState:
                     settled=settled,
                     end=latest[-1] if settled else self._mean(latest),
                 )
-        if state.is_slow or seen.first_masked < state.end:
+        if state.is_slow or observation.first_masked < state.end:
             return state
-        return SpanState(self.options, self.shifts_logits, self.block_start, state.end)
+        return SlowFastState(
+            self.options, self.shifts_logits, self.block_start, state.end
+        )
 
     def _is_stable(self, estimates: Sequence[int]) -> bool:
         if self.shifts_logits:

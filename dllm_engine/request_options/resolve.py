@@ -88,7 +88,7 @@ def resolve_decoding(
         num_sharable=engine.num_sharable(layout),
     )
     check_taking_back(spec, engine)
-    if engine.method.keeps(spec) and (reason := engine.cache.refusal(spec)):
+    if engine.method.serves(spec) and (reason := engine.cache.refusal(spec)):
         raise refused(reason)
     return spec
 

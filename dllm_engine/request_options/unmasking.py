@@ -141,6 +141,10 @@ def _rule_fields() -> dict[str, Any]:
             ) from error
         if not rule.meaning:
             raise PARALLEL_RULES.error(name, "the option needs a meaning")
+        if not any(map(rule.suits, UNMASKING_POLICIES.values())):
+            raise PARALLEL_RULES.error(
+                name, f"no unmasking policy measures {rule.measures!r} as it asks"
+            )
         fields[name] = annotation, None
     return fields
 

@@ -42,15 +42,18 @@ positions of a request, before any of them is unmasked."""
 
 
 class Repeats(Enum):
-    """Effect of running a pass once more, on the tokens that are then current."""
+    """Use of a pass for the next step."""
 
     OTHER_WORK = "other work"
     """The next step needs another pass."""
     AFTER_FOLLOW = "after follow"
-    """The same work, once ``follow`` has taken in what the last step filled."""
+    """The pass runs again, once ``follow`` has taken in what the last step filled."""
     SAME_WORK = "same work"
+    """The pass runs again."""
     ONLY_FILLS = "only fills"
-    """The same work, and nothing changes but the tokens that a step fills."""
+    """The pass runs again. Nothing changes but the tokens that a step fills, so that a
+    step may find nothing to do.
+    """
 
 
 @dataclass(frozen=True)

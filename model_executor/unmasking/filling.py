@@ -5,7 +5,7 @@ are in tensors, ``FillInputs``. So a step is launched, or replayed from what was
 recorded for the same work, by one function.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import chain
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from dllm_engine.decoding.spec import DecodingSpec
 from dllm_engine.decoding.step_plan import StepPlan, UnmaskQuota
 from dllm_engine.decoding.unmasking_policies import (
     PARALLEL_RULES,
@@ -248,23 +249,11 @@ def fill_work(
                 rows[Number.TAKES_BACK][i] = 1
             choice = spec.unmasking.policy.measures, rule
             rows[Number.CHOICE][i] = choices.setdefault(choice, len(choices))
-        if quota.first_needed and canvases[i].known[quota.candidates.start] < 0:
-            rows[Number.GUARANTEED][i] = 1
-        elif quota.guaranteed is not None:
-            inside = quota.guaranteed.stop - quota.candidates.start
-            rows[Number.GUARANTEED][i] = inside
-        if quota.parallel is not None:
-            may_pass_none = PARALLEL_RULES[quota.parallel.kind].may_pass_none
-            least = quota.least if may_pass_none else max(quota.least, 1)
-            rows[Number.LEAST][i] = least
-        rows[Number.ENOUGH][i] = quota.enough if quota.enough > 2 else 0
-        rows[Number.DELAYS_EOS][i] = spec.ends.delay_eos
-        rows[Number.ALG_TEMP][i] = spec.unmasking.alg_temp
-        if quota.observed is not None:
-            rows[Number.OBSERVED][i] = quota.observed
-        if spec.unmasking.edit_threshold is not None:
-            rows[Number.EDITED][i] = spec.unmasking.edit_threshold
-            rows[Number.BEGINS_DECIDED][i] = plans[i].post_step > 0
+        needs_first = (
+            quota.first_needed and canvases[i].known[quota.candidates.start] < 0
+        )
+        for number, value in _numbers_of(spec, plans[i], needs_first):
+            rows[number][i] = value
     uses = {number for number in _SWITCHED if rows[number].any()}
     uses.update(number for number in _BOUNDS if (rows[number] < np.inf).any())
     if len(choices) > 1 or (rows[Number.CHOICE][group.members] < 0).any():
@@ -289,6 +278,31 @@ def fill_work(
     return work, numbers
 
 
+def _numbers_of(
+    spec: DecodingSpec, plan: StepPlan, needs_first: bool
+) -> Iterator[tuple[Number, float]]:
+    """Numbers of a request's step that do not depend on other requests.
+    ``needs_first``: the first candidate is still to be filled, and must be.
+    """
+    quota, unmasking = plan.quota, spec.unmasking
+    if needs_first:
+        yield Number.GUARANTEED, 1
+    elif quota.guaranteed is not None:
+        yield Number.GUARANTEED, quota.guaranteed.stop - quota.candidates.start
+    if quota.parallel is not None:
+        may_pass_none = PARALLEL_RULES[quota.parallel.kind].may_pass_none
+        yield Number.LEAST, quota.least if may_pass_none else max(quota.least, 1)
+    if quota.enough > 2:  # one that is allowed alone is the most confident anyway
+        yield Number.ENOUGH, quota.enough
+    yield Number.DELAYS_EOS, spec.ends.delay_eos
+    yield Number.ALG_TEMP, unmasking.alg_temp
+    if quota.observed is not None:
+        yield Number.OBSERVED, quota.observed
+    if unmasking.edit_threshold is not None:
+        yield Number.EDITED, unmasking.edit_threshold
+        yield Number.BEGINS_DECIDED, plan.post_step > 0
+
+
 def fill(
     rank: Rank,
     work: FillWork,
@@ -309,14 +323,10 @@ def fill(
     if edits:
         surer_than = numbers[Number.EDITED].float()[requests]
         if demands.constrained:
-            # A decided token stays or gives way, whatever lets the whole text match.
             free = rank.predictor.predict(
                 hidden, work.settings, counters, Wanted(), Demands(demands.biased)
             )
-            gives_way = free.probability > surer_than
-            others = torch.where(gives_way, free.token, tokens)
-            options = torch.stack((tokens, others), dim=1)
-            options = options.masked_fill(masked[:, None], -1)
+            options = _edit_options(free, tokens, masked, surer_than)
             demands = demands._replace(options=options)
     statistics = rank.predictor.predict(
         hidden, work.settings, counters, work.wanted, demands
@@ -362,14 +372,41 @@ def fill(
     if work.takes_back:
         store.take_back(places, taken_back)
     store.fill(places, statistics.token, chosen)
+    outcome = _outcome(work, inputs, statistics, chosen, taken_back)
+    return torch.stack((requests, positions, statistics.token, outcome)), statistics
+
+
+def _edit_options(
+    free: TokenStatistics,
+    tokens: torch.Tensor,
+    masked: torch.Tensor,
+    surer_than: torch.Tensor,
+) -> torch.Tensor:
+    """Tokens that a constrained position may have, int64 ``[num_candidates, 2]``; −1
+    where it may have any. A decided token stays, or gives way to the ``free``
+    prediction, whatever lets the whole text match.
+    """
+    gives_way = free.probability > surer_than
+    others = torch.where(gives_way, free.token, tokens)
+    return torch.stack((tokens, others), dim=1).masked_fill(masked[:, None], -1)
+
+
+def _outcome(
+    work: FillWork,
+    inputs: FillInputs,
+    statistics: TokenStatistics,
+    chosen: torch.Tensor,
+    taken_back: torch.Tensor,
+) -> torch.Tensor:
+    """What became of each candidate, int64 ``[num_candidates]``."""
+    requests, flags = inputs.table[0], inputs.table[5]
     outcome = chosen.long() * CHOSEN + taken_back.long() * TAKEN_BACK
     if Number.OBSERVED in work.uses:
-        bounds = numbers[Number.OBSERVED].float()[requests]
+        bounds = inputs.numbers[Number.OBSERVED].float()[requests]
         is_observed = (statistics.probability >= bounds) & (flags == 0)
         outcome = outcome + is_observed.long() * OBSERVED
     # A NaN or an infinity among a row's logits makes every probability of the row NaN.
-    outcome = outcome.masked_fill(statistics.probability.isnan(), NOT_FINITE)
-    return torch.stack((requests, positions, statistics.token, outcome)), statistics
+    return outcome.masked_fill(statistics.probability.isnan(), NOT_FINITE)
 
 
 def _choose(

@@ -47,8 +47,8 @@ class Cells(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Numbers of candidates that are chosen whatever a rule says, int64 ``[num_requests]``
-    each; None where no request has such a bound.
+    """Numbers of candidates that are chosen whatever a rule says, int64
+    ``[num_requests]`` each; None where no request has such a bound.
     """
 
     guaranteed: torch.Tensor | None = None
@@ -80,18 +80,20 @@ def select(
     # What else is in the table must not matter, so that a request gets the same tokens
     # in any batch: hence stable.
     ordered, order = table.sort(dim=1, descending=True, stable=True)
-    passes = rule(ordered, values[:, None])
+    allowed = rule(ordered, values[:, None])
     if enough is not None:
-        too_few = passes.sum(dim=1, keepdim=True) < enough[:, None]
-        passes = passes & ~(too_few & (torch.arange(width, device=table.device) > 0))
+        too_few = allowed.sum(dim=1, keepdim=True) < enough[:, None]
+        allowed = allowed & ~(too_few & (torch.arange(width, device=table.device) > 0))
     if least is not None:
-        passes = passes | (torch.arange(width, device=table.device) < least[:, None])
+        allowed = allowed | (torch.arange(width, device=table.device) < least[:, None])
     if guaranteed is not None:
         inside = order < guaranteed[:, None]
         first_inside = inside & (inside.cumsum(dim=1) == 1)
-        passes = passes | (first_inside & ~(passes & inside).any(dim=1, keepdim=True))
-    passes = passes & (ordered > -torch.inf)
-    return torch.empty_like(passes).scatter_(1, order, passes)[requests, offsets]
+        allowed = allowed | (
+            first_inside & ~(allowed & inside).any(dim=1, keepdim=True)
+        )
+    allowed = allowed & (ordered > -torch.inf)
+    return torch.empty_like(allowed).scatter_(1, order, allowed)[requests, offsets]
 
 
 def up_to_first(stops: torch.Tensor, cells: Cells, num_requests: int) -> torch.Tensor:

@@ -53,7 +53,7 @@ def test_a_package_beside_ours_adds_a_method(folder):
         ({"x": "nowhere:X"}, "'nowhere:X' cannot be imported: ModuleNotFoundError: "),
         ({"x": "raises:OTHER"}, "'raises:OTHER' cannot be imported: KeyError: 'key'"),
         ({"x": "good:ABSENT"}, "'good:ABSENT' cannot be imported: AttributeError: "),
-        ({"x": "good:plan_whole"}, "'good:plan_whole' is of type function, not Cache"),
+        ({"x": "good:plan_whole"}, "'good:plan_whole' names <function plan_whole"),
         ({"auto": "good:OTHER"}, "a name consists of lower-case letters, "),
         ({"X-1": "good:OTHER"}, "a name consists of lower-case letters, "),
     ],
