@@ -180,8 +180,17 @@ START = "from dllm_engine.decoding.unmasking_policies import UnmaskingRule\n"
     [
         ("unmasking_rules", "UnmaskingRule('noise', 'm:f', float)", "needs a meaning"),
         ("unmasking_rules", "UnmaskingRule('noise', 'm:f', 'x', 'y')", "is no type"),
+        (
+            "unmasking_rules",
+            "UnmaskingRule('probabilty', 'm:f', float, 'A share.')",
+            "no unmasking policy measures 'probabilty'",
+        ),
         ("unmasking_rules", "UnmaskingRules()", "cannot be imported: NameError: "),
-        ("cache_methods", "UnmaskingRule('noise', 'm:f')", "not CacheMethod"),
+        (
+            "cache_methods",
+            "UnmaskingRule('noise', 'm:f')",
+            "no instance of CacheMethod",
+        ),
     ],
 )
 def test_a_command_ends_with_a_sentence(environ, tmp_path, group, source, message):
