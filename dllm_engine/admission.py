@@ -242,9 +242,7 @@ def check_tokens(tokens: list[int], hf_config: Any, name: str = "the prompt") ->
 
 
 def unsupported(name: str, value: Any) -> str | None:
-    """Reason why a field of ``SamplingParams`` cannot have this value; None
-    if it can.
-    """
+    """Reason why a field of ``SamplingParams`` cannot have this value; None if it can."""
     unused, what = _UNSUPPORTED.get(name, (value, ""))
     if value is None or value == unused or value in ([], {}):
         return None

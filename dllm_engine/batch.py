@@ -44,9 +44,7 @@ class Message(TypedDict):
 
 
 def prompt_tokens(prompt: str | list[Message], tokenizer: Any) -> list[int]:
-    """A prompt by the tokenizer's chat template; without a template, a text
-    as it is.
-    """
+    """A prompt by the tokenizer's chat template; without a template, a text as it is."""
     if isinstance(prompt, str):
         if not getattr(tokenizer, "chat_template", None):
             return list(tokenizer.encode(prompt))

@@ -111,8 +111,8 @@ class EngineOptions(BaseModel):
     """The longest time that building such an automaton may take."""
     max_automaton_search: int = Field(default=1 << 24, ge=1)
     """The most that a step may search of such an automaton: its size × the positions
-    that are searched at once
-    (see Structured output). Bounds what a decision may compute, too (see Decisions)."""
+    that are searched at once (see Structured output). Bounds what a decision may
+    compute, too (see Decisions)."""
     decision_way: Literal["auto", "marks", "labels"] = "auto"
     """What a model answers questions with: a letter for each option, or the labels
     spelled out. ``"auto"``: as the template of its questions says."""

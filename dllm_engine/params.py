@@ -139,9 +139,7 @@ class DiffusionParams(_Fields):
             super().__setattr__("max_tokens", value)
 
     def _settle(self) -> None:
-        """Check the options that vLLM has no field for, and put them
-        where they travel.
-        """
+        """Check the options that vLLM has no field for, and put them where they travel."""
         self._check_lengths()
         chosen = {
             name: value
@@ -209,8 +207,7 @@ DiffusionParams.__doc__ = with_meanings(
 
 
 VLLM_OPTIONS = frozenset({"min_tokens", "logit_bias"})
-"""Fields of vLLM's own that some routes do not have, and ``vllm_xargs``
-does not take.
+"""Fields of vLLM's own that some routes do not have, and ``vllm_xargs`` does not take.
 """
 ELSEWHERE = {
     **dict.fromkeys(

@@ -65,9 +65,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def choices(name: str, known: Iterable[str]) -> str:
-    """The end of a message on an unknown name: the closest known one, and
-    all of them.
-    """
+    """The end of a message on an unknown name: the closest known one, and all of them."""
     known = list(known)
     closest = did_you_mean(name, known)
     return f"{f'{closest} Choose' if closest else '; choose'} one of {', '.join(known)}"

@@ -71,8 +71,7 @@ def bidirectional_attention(
     q: Tensor, k: Tensor, v: Tensor, bounds: list[int], cu_seqlens: Tensor
 ) -> Tensor:
     """Attend within each sequence, from ``q`` ``[num_rows, num_heads, head_dim]`` to
-    ``k`` and ``v``
-    ``[num_rows, num_kv_heads, head_dim]``; the result is like ``q``.
+    ``k`` and ``v`` ``[num_rows, num_kv_heads, head_dim]``; the result is like ``q``.
 
     PyTorch's attention takes one call per run of sequences of equal length, so callers
     that sort a batch by length pay for each length once.
@@ -157,9 +156,7 @@ def find_flash(
 def choose_paged_flash(
     device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int
 ) -> PagedFlash | None:
-    """FlashAttention over pages of ``page_size`` tokens; None where it
-    cannot be had.
-    """
+    """FlashAttention over pages of ``page_size`` tokens; None where it cannot be had."""
     try:
         flash, version = find_flash(device, dtype, head_dim)
         if version not in (2, 3):

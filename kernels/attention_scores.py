@@ -127,9 +127,8 @@ def summed_probabilities(
     num_tokens: int,
 ) -> Tensor:
     """The attention of each row to each token that its request has in pages, summed
-    over the query heads:
-    Σ_h exp(s_{ij,h} − lse_{i,h}), float32 ``[num_requests, num_rows, num_tokens]``;
-    zeros behind a request's rows and tokens.
+    over the query heads: Σ_h exp(s_{ij,h} − lse_{i,h}), float32 ``[num_requests,
+    num_rows, num_tokens]``; zeros behind a request's rows and tokens.
 
     Args:
         q, lse: as of ``voting_scores``; ``lse`` contiguous.

@@ -27,8 +27,7 @@ class PagedTokens(NamedTuple):
     """Keys and values that requests have in pages, in one layer.
 
     Request r has ``head_len[r, h]`` tokens for KV head h. Token t of head h lies in
-    virtual slot
-    ``head_start[r, h] + t · token_stride[r]``, and virtual slot σ in page
+    virtual slot ``head_start[r, h] + t · token_stride[r]``, and virtual slot σ in page
     ``page_tables[r, σ // slots_per_page]`` at offset ``σ % slots_per_page``. There are
     two layouts:
 

@@ -79,9 +79,7 @@ def gumbel_of(numbers: Tensor) -> Tensor:
 def noisy_logits(
     logits: Tensor, counters: Counters, first_token: int, temperature: float
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Noisy logits of ``gumbel_max``, float64: some rows at a time,
-    with their indices.
-    """
+    """Noisy logits of ``gumbel_max``, float64: some rows at a time, with their indices."""
     token_ids = torch.arange(
         first_token, first_token + logits.shape[1], device=logits.device
     )

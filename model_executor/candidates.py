@@ -1,6 +1,4 @@
-"""The positions that a step may fill: masked ones, and with token
-editing decided ones.
-"""
+"""The positions that a step may fill: masked ones, and with token editing decided ones."""
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
@@ -28,8 +26,7 @@ nothing."""
 @dataclass
 class BatchCandidates:
     """Positions that requests of a batch may fill, or predict for their cache method
-    alone, ascending by request
-    and position."""
+    alone, ascending by request and position."""
 
     batch: StepBatch
     members: Sequence[int]

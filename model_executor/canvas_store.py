@@ -22,8 +22,7 @@ from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs
 ROOM = 1 << 20
 """Positions that there is room for from the start (9 MiB)."""
 SPARE = 0
-"""A place of no canvas, which is never masked: what fills up a recorded
-step is there.
+"""A place of no canvas, which is never masked: what fills up a recorded step is there.
 """
 
 

@@ -205,9 +205,7 @@ def select_guided(draft: Draft, *, first_needed: bool) -> dict[int, int]:
 
 
 def _constrained_rows(group: BatchCandidates) -> list[ConstrainedRows]:
-    """The rows of each request, in a group of constrained ones; none
-    in another group.
-    """
+    """The rows of each request, in a group of constrained ones; none in another group."""
     canvases = group.batch.canvases
     if canvases[group.members[0]].constrained is None:
         return []

@@ -4,9 +4,8 @@ MAX_LOGITS_PER_CHUNK = 1 << 24
 """Logits held at once (64 MiB in float32), where a GPU's tiles do not ask for more."""
 TILE_ROWS, LEAST_ROWS = 128, 512
 """A GPU multiplies tiles of so many rows; fewer than so many wait for the head's
-weights, which each chunk reads.
-A chunk of constrained or biased rows is one tile: it holds up to four times as much for
-each logit."""
+weights, which each chunk reads. A chunk of constrained or biased rows is one tile: it
+holds up to four times as much for each logit."""
 
 
 def rows_at_once(vocab_size: int, *, on_gpu: bool, least_rows: int = LEAST_ROWS) -> int:

@@ -18,16 +18,13 @@ from dllm_engine.kernels.pages import write_kv
 from dllm_engine.model_executor.transfer import on_device
 
 POOL_LAYER = "dllm.pool"
-"""Name of the one pseudo-layer vLLM is told of; its page is one layer's
-page of ours.
+"""Name of the one pseudo-layer vLLM is told of; its page is one layer's page of ours.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class PagePoolSpec(FullAttentionSpec):
-    """One page: ``block_size`` tokens of keys and values of one layer,
-    local KV heads.
-    """
+    """One page: ``block_size`` tokens of keys and values of one layer, local KV heads."""
 
     pages_per_request: int = 1
     """Pages of a request as long as ``max_model_len``, over all layers."""

@@ -2,10 +2,9 @@
 vocabulary shard at a time.
 
 Logits are made for the rows given and for a bounded number of them at once, so a step
-never holds
-``[canvas, vocabulary]``. Under tensor parallelism each rank reduces its own shard and
-only per-row numbers travel; top-p and top-k, which need the whole distribution, gather
-the logits of the rows that use them.
+never holds ``[canvas, vocabulary]``. Under tensor parallelism each rank reduces its own
+shard and only per-row numbers travel; top-p and top-k, which need the whole
+distribution, gather the logits of the rows that use them.
 """
 
 from collections.abc import Callable, Sequence, Set

@@ -16,8 +16,7 @@ class _Place(NamedTuple):
     turn: int
     arrival_time: float
     number: int
-    """Tells places apart that are equal so far: the one that was added
-    first is first.
+    """Tells places apart that are equal so far: the one that was added first is first.
     """
     source: str
     request: Request

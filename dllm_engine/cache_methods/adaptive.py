@@ -21,12 +21,10 @@ class AdaptiveOptions(CacheOptions):
     (parallel unmasking, a guide), what ``interval_unit`` says."""
 
     prompt_refresh_interval: int = Field(default=50, ge=1)
-    """Forward passes, or tokens, from one computation of the prompt to
-    the next (Kp).
+    """Forward passes, or tokens, from one computation of the prompt to the next (Kp).
     """
     response_refresh_interval: int = Field(default=7, ge=1)
-    """Forward passes, or tokens, from one computation of the response to
-    the next (Kr).
+    """Forward passes, or tokens, from one computation of the response to the next (Kr).
     """
     interval_unit: Literal["tokens", "passes"] = "tokens"
     """Unit of the intervals if a pass may unmask several tokens (parallel unmasking, a
@@ -63,9 +61,7 @@ class AdaptiveOptions(CacheOptions):
 
 @dataclass(frozen=True)
 class AdaptiveStep:
-    """A step that recomputes, in each layer, the response rows that
-    have changed most.
-    """
+    """A step that recomputes, in each layer, the response rows that have changed most."""
 
     num_updated: int
     """Rows per layer. An update of 0 rows still renews the values that rows are

@@ -103,9 +103,7 @@ def distances(
 
 @lru_cache(maxsize=16)
 def unpacked(packed: bytes) -> Automaton:
-    """The automaton of ``Automaton.packed``. Requests of the same
-    constraint share it.
-    """
+    """The automaton of ``Automaton.packed``. Requests of the same constraint share it."""
     with np.load(io.BytesIO(packed), allow_pickle=False) as tables:
         automaton = Automaton(**tables)
     vars(automaton)["packed"] = packed  # not to be made again

@@ -32,8 +32,7 @@ class Transitions:
         self.targets, self.sources = np.divmod(pairs, num_states)
         """``[num_pairs]`` each: the second state, ascending, and the first."""
         self.reached, self.into = np.unique(self.targets, return_index=True)
-        """States that are some second state, and where the pairs of each
-        of them begin.
+        """States that are some second state, and where the pairs of each of them begin.
         """
         # Sets of equal sums are equal: of 2**63 numbers no two sums of some are by
         # chance.

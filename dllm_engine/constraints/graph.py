@@ -89,9 +89,9 @@ class Graph:
         return len(self.reached[0])
 
     def placed_edges(self) -> tuple[np.ndarray, np.ndarray]:
-        """Edges that accepted sequences have at each position of the longest one,
-        with end tokens behind the shorter ones: positions, int64 ascending, and
-        ``EDGE``, whose sources ascend at each position.
+        """Edges that accepted sequences have at each position of the longest one, with
+        end tokens behind the shorter ones: positions, int64 ascending, and ``EDGE``,
+        whose sources ascend at each position.
         """
         closing = [*self.ends.tolist(), self.final]
         edges = np.concatenate(

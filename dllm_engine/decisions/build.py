@@ -48,8 +48,7 @@ _SPARE_BEGINNINGS = 16
 state.
 """
 _BEGINNINGS_PER_VALUE = 4
-"""Times as many if there is time: all spellings of a probable text
-may be improbable.
+"""Times as many if there is time: all spellings of a probable text may be improbable.
 """
 
 

@@ -26,8 +26,7 @@ from dllm_engine.structured_output.requests import (
 from dllm_engine.text import is_text
 
 TOP_K = 5
-"""Values that are reported of a field with a pattern, unless a
-request says otherwise.
+"""Values that are reported of a field with a pattern, unless a request says otherwise.
 """
 
 

@@ -25,8 +25,7 @@ class Progress:
     masked: list[int] = field(default_factory=list)
     """Masked tokens left in each running block."""
     post_steps: int = 0
-    """Denoising steps of the running block that began without a
-    mask (token editing).
+    """Denoising steps of the running block that began without a mask (token editing).
     """
     revises: bool = False
     """True if decided tokens of the running block may still change: token editing, and
@@ -43,8 +42,7 @@ class Progress:
     slow_fast: SlowFastState | None = None
     """State of SlowFast sampling in the running block; None: another rule."""
     ended: bool = False
-    """True if the response ends with the running blocks, so that no
-    other block joins.
+    """True if the response ends with the running blocks, so that no other block joins.
     """
     num_forwards: int = 0
     num_denoised: int = 0

@@ -72,9 +72,7 @@ class CacheOptions(BaseModel):
 
     @property
     def largest(self) -> Self:
-        """Options with which a request of unknown prompt length holds the most
-        pages.
-        """
+        """Options with which a request of unknown prompt length holds the most pages."""
         return self
 
     def refusal(self, spec: "DecodingSpec") -> str | None:

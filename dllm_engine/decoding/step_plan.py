@@ -165,9 +165,7 @@ class StepPlan:
 
 
 def fills_fixed_count(plan: StepPlan, spec: DecodingSpec) -> bool:
-    """Return True if the number of positions that a step fills is known
-    before it runs.
-    """
+    """Return True if the number of positions that a step fills is known before it runs."""
     return plan.quota.parallel is None and not spec.unmasking.policy.draws_each_position
 
 
@@ -180,9 +178,7 @@ def may_fill(plan: StepPlan, spec: DecodingSpec) -> bool:
 
 
 def must_fill(plan: StepPlan, spec: DecodingSpec) -> bool:
-    """Return True if a step fills at least one position, whatever
-    the model predicts.
-    """
+    """Return True if a step fills at least one position, whatever the model predicts."""
     quota = plan.quota
     if quota.may_fall_short or plan.post_step or quota.may_take_back:
         # The row of the only position that may be filled may have left the pass; the

@@ -222,8 +222,7 @@ class SlowFast(BaseModel):
     this confidence, or the best.
     """
     fast_threshold: float = Field(default=0.9, ge=0, le=1)
-    """A fast pass fills every position of the span with this confidence,
-    or the best.
+    """A fast pass fills every position of the span with this confidence, or the best.
     """
     slow_minimum: int = Field(default=1, ge=1, le=MOST_TOKENS)
     """If fewer positions than this reach ``slow_threshold``, only the best one is
@@ -239,8 +238,7 @@ class SlowFastObservation(NamedTuple):
     """Observation of one pass of SlowFast sampling."""
 
     first_masked: int
-    """Leftmost masked position after the pass; the end of the block if
-    none is masked.
+    """Leftmost masked position after the pass; the end of the block if none is masked.
     """
     farthest: int
     """Rightmost position predicted with ``span_threshold``; −1 if none was observed."""

@@ -84,9 +84,9 @@ def make_examples(
 ) -> list[Example]:
     """Draw ``count`` examples of one task with 2 … ``MAX_PAIRS`` pairs (recall tasks)
     or words (list tasks), or the fewest and most that ``pairs`` names. A recall prompt
-    asks for 1 … ``MAX_ASKED`` of them.
-    ``filler``: share of the prompt in sentences nobody asks about. The chat task is a
-    fixed list, which these settings do not change."""
+    asks for 1 … ``MAX_ASKED`` of them. ``filler``: share of the prompt in sentences
+    nobody asks about. The chat task is a fixed list, which these settings do not
+    change."""
     if task not in TASKS:
         raise ValueError(f"unknown task {task!r}; choose one of {', '.join(TASKS)}")
     rng = random.Random(f"{task} {seed}")

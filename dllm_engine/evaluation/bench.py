@@ -61,9 +61,7 @@ class Workload(Task):
         return engine.complete(requests)[1]
 
     def requests(self, llm: "LLM", decoding: dict[str, Any]) -> list[Request]:
-        """Random tokens, with end tokens ignored, so that each row does
-        the same work.
-        """
+        """Random tokens, with end tokens ignored, so that each row does the same work."""
         from dllm_engine.params import DiffusionParams
 
         params = DiffusionParams(**decoding | {"ignore_eos": True})

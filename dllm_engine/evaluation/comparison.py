@@ -255,9 +255,7 @@ class Comparison(AbstractContextManager["Comparison"]):
 
     @property
     def scored(self) -> list[Row]:
-        """Measured rows: first those that were asked for, then the others
-        of the file.
-        """
+        """Measured rows: first those that were asked for, then the others of the file."""
         rows = (self._rows[key] for key in (self._tasks | self._rows))
         return [row for row in rows if row.is_measured]
 

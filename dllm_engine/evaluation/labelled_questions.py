@@ -126,8 +126,8 @@ def reliability(
     probabilities: Sequence[float], scores: Sequence[float]
 ) -> list[tuple[float, float, int]]:
     """Mean probability, share of right values, and number of values, of each tenth of
-    probability that has any. The mean of their differences, weighted by the numbers,
-    is the expected calibration error."""
+    probability that has any. The mean of their differences, weighted by the numbers, is
+    the expected calibration error."""
     pairs = np.column_stack((probabilities, scores))
     numbers = np.minimum(pairs[:, 0] * 10, 9).astype(int)
     bins = (pairs[numbers == number] for number in np.unique(numbers))

@@ -169,8 +169,7 @@ class Question:
     choices: dict[str, list[str]]
     values: dict[str, str]
     template: str | None = None
-    """Text of the response, as the model was trained to write it; None:
-    a JSON object.
+    """Text of the response, as the model was trained to write it; None: a JSON object.
     """
 
     @property

@@ -24,8 +24,7 @@ _PAPERS: dict[str, dict[str, Any]] = tomllib.loads(
 )
 _TASK_FILES = Path(__file__).with_name("tasks")
 PAPERS: dict[str, str] = {name: paper["title"] for name, paper in _PAPERS.items()}
-"""In the order in which they are asked for a benchmark's settings where
-none is named.
+"""In the order in which they are asked for a benchmark's settings where none is named.
 """
 PAPER_TASKS: tuple[dict[str, Any], ...] = tuple(
     {

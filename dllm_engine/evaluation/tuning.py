@@ -166,9 +166,7 @@ def space_of(
 
 @dataclass
 class Search:
-    """Finds the fastest setting within a loss; ``comparison`` gets a
-    row per setting.
-    """
+    """Finds the fastest setting within a loss; ``comparison`` gets a row per setting."""
 
     comparison: Comparison
     task: Task
@@ -203,9 +201,7 @@ class Search:
 
     @property
     def best(self) -> tuple[Setting, Row]:
-        """The fastest setting whose observed loss is allowed; plain
-        decoding's is none.
-        """
+        """The fastest setting whose observed loss is allowed; plain decoding's is none."""
         allowed = [
             (setting, row)
             for setting, row in self.rows

@@ -225,8 +225,7 @@ class ModelFamily:
     # Tensors
     names: TensorNames = TRANSFORMERS_NAMES
     qkv_bias: bool = False
-    """True if queries, keys and values have biases, unless a key of the
-    config says so.
+    """True if queries, keys and values have biases, unless a key of the config says so.
     """
     qk_norm: bool = False
     """True if each head of queries and keys goes through a norm before RoPE, unless a

@@ -130,9 +130,9 @@ async def settle_template(request: Any, serving: Any, asked: Any) -> None:
     """Settle ``suffix``, or ``template`` in ``vllm_xargs``, of a request object of
     vLLM's server.
 
-    It becomes a ``response_template``, and the length of the request is the
-    template's: a longer one is an upper bound. One with open holes becomes the
-    ``filling`` of what is ``asked``, an ``OpenRequest``.
+    It becomes a ``response_template``, and the length of the request is the template's:
+    a longer one is an upper bound. One with open holes becomes the ``filling`` of what
+    is ``asked``, an ``OpenRequest``.
     """
     xargs = dict(getattr(request, "vllm_xargs", None) or {})
     pieces, suffix = xargs.pop("template", None), getattr(request, "suffix", None)

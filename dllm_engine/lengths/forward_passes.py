@@ -100,9 +100,7 @@ class ForwardPasses:
         """When the next pass may begin, if the engine has other requests."""
 
     async def answers(self, probes: Iterable[Probe]) -> AsyncIterator[Logprobs]:
-        """Answers to each probe, all by the same weights, or else an
-        ``HTTPException``.
-        """
+        """Answers to each probe, all by the same weights, or else an ``HTTPException``."""
         changes_before = None
         for batch in batches_of(probes, self._max_rows):
             answers, changes = await self._answered(batch)

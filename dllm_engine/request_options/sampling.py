@@ -81,9 +81,7 @@ def check_num_responses(n: int, temperature: float) -> None:
 
 
 def check_token_numbers(params: "SamplingParams", vocab_size: int) -> None:
-    """Refuse token ids that the vocabulary has not, and what cannot be
-    added to logits.
-    """
+    """Refuse token ids that the vocabulary has not, and what cannot be added to logits."""
     biases = params.logit_bias or {}
     if len(biases) > MOST_BIASES:
         raise refused(

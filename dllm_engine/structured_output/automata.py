@@ -35,8 +35,7 @@ MOST_WAITING = 32
 COUNTS = ("constrained_requests", "automaton_builds", "automaton_build_seconds")
 """Names of metrics; builds are also those that failed."""
 _LONGEST_REASON = 500
-"""Characters of what a client is told about its grammar, which may repeat
-parts of it.
+"""Characters of what a client is told about its grammar, which may repeat parts of it.
 """
 
 

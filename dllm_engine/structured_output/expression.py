@@ -1,6 +1,4 @@
-"""Regular expressions as trees of characters, sequences,
-alternatives and repetitions.
-"""
+"""Regular expressions as trees of characters, sequences, alternatives and repetitions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -55,8 +55,7 @@ def _read(
     nodes: Any, flags: int, left: Expression | None, right: Expression | None
 ) -> Expression:
     """``left`` and ``right``: what may stand before and behind the nodes, unless an
-    anchor is there; None inside
-    the text, where no anchor may be."""
+    anchor is there; None inside the text, where no anchor may be."""
     nodes = list(nodes)
     while left is not None and nodes and nodes[0] in _STARTS:
         left = EMPTY

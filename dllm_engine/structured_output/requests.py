@@ -82,9 +82,7 @@ def grammar_of(structured: StructuredOutputsParams) -> Grammar:
 
 
 def schema_text(schema: Any, name: str) -> str:
-    """A schema, or its text, as JSON. Raises ``InvalidRequestError`` where
-    it has none.
-    """
+    """A schema, or its text, as JSON. Raises ``InvalidRequestError`` where it has none."""
     try:
         text = json.dumps(
             json.loads(schema) if isinstance(schema, str) else schema,

@@ -70,9 +70,7 @@ def guard_weights(
 def sleep_if_possible(
     sleep: Original, self: Any, level: int = 1, mode: str = "abort"
 ) -> Any:
-    """Refuse what a CPU cannot do, and what would lose the pages
-    of running requests.
-    """
+    """Refuse what a CPU cannot do, and what would lose the pages of running requests."""
     if is_ours(self) and level > 0:
         if current_platform.is_cpu():
             raise NotImplementedError(

@@ -15,8 +15,7 @@ import triton.language as tl
 from dllm_engine.kernels.triton.token_statistics import splits_of
 
 _BLOCK, _STEP = 4096, 512
-"""Logits of a program, and how many of them the search adds up at
-once, in registers.
+"""Logits of a program, and how many of them the search adds up at once, in registers.
 """
 _BITS = 4
 """Bits of a threshold that a launch of the search finds: it tries 16."""
@@ -171,9 +170,9 @@ def _searched(
     BITS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """State of a row's search after ``number`` launches: the column of the
-    best allowed logit, the highest logit, what those above the threshold may weigh, the
-    threshold's highest possible key, what those above that weigh.
+    """State of a row's search after ``number`` launches: the column of the best allowed
+    logit, the highest logit, what those above the threshold may weigh, the threshold's
+    highest possible key, what those above that weigh.
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS)

@@ -48,8 +48,8 @@ class Posterior:
         """The edges of the most probable text, one per position."""
 
     def label_mass(self, edges: np.ndarray) -> float:
-        """Share of the model's probability that accepted texts have, in the segments
-        of these edges.
+        """Share of the model's probability that accepted texts have, in the segments of
+        these edges.
         """
         segments = np.unique(self.lattice.segments[edges])
         return float(np.exp(self.segment_totals[segments].sum()))

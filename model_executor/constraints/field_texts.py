@@ -27,12 +27,10 @@ class Arcs(NamedTuple):
     targets: np.ndarray
     """The state behind each piece."""
     positions: np.ndarray
-    """Positions that the pieces may have, ascending; 0 is the first one
-    of the field.
+    """Positions that the pieces may have, ascending; 0 is the first one of the field.
     """
     place: slice
-    """Place of the numbers of ``[num_arcs, num_positions]`` among those of all
-    states.
+    """Place of the numbers of ``[num_arcs, num_positions]`` among those of all states.
     """
 
 
@@ -199,9 +197,7 @@ class FieldChances:
     def choose(
         self, state: int, reached: Beginnings, most: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The most probable beginnings with an arc more, up to
-        ``most``; as ``Choice``.
-        """
+        """The most probable beginnings with an arc more, up to ``most``; as ``Choice``."""
         behind = self._best_of_arcs(state)
         used = np.arange(len(behind))
         if len(behind) > most * behind.shape[1]:

@@ -97,8 +97,7 @@ class Lattice:
         following = np.arange(len(keys))
         following[self.closes[:-1]] = self.opens[1:]
         self.nodes_behind = following[self.targets]
-        """The node behind each edge: at the end of a segment the first one
-        of the next.
+        """The node behind each edge: at the end of a segment the first one of the next.
         """
 
     def log_sums(self, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

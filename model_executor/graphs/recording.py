@@ -11,8 +11,7 @@ from vllm.distributed.parallel_state import GraphCaptureContext
 MAX_GRAPHS = 128
 """Graphs kept of each kind; the least recently replayed one goes first."""
 MAX_COUNTED = 1024
-"""Kinds of work whose launches are counted: every temperature makes kinds
-of its own.
+"""Kinds of work whose launches are counted: every temperature makes kinds of its own.
 """
 SIZES = (4, 8, 16, 24, 32, 48, 64, 96, 128)
 """Numbers of rows that graphs are recorded for, beside multiples of the last."""

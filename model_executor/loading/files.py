@@ -168,9 +168,7 @@ def mask_token_id(model: str, usual: str | None) -> int | None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; raises ``ValueError`` naming a file
-    that holds none.
-    """
+    """The JSON object in a file; raises ``ValueError`` naming a file that holds none."""
     _check_regular(path)
     try:
         text = path.read_text(encoding="utf-8")

@@ -152,9 +152,7 @@ def _modules_in_layer(model: FillableModel) -> NamedModules:
 def _locate(
     tensor_name: str, model: FillableModel, in_layer: NamedModules
 ) -> tuple[str, Shard]:
-    """The parameter of a model, and the shard of it, that a
-    checkpoint's tensor fills.
-    """
+    """The parameter of a model, and the shard of it, that a checkpoint's tensor fills."""
     names, (module, _, kind) = model.names, tensor_name.rpartition(".")
     match = re.fullmatch(rf"{re.escape(names.layers)}\.(\d+)\.(.+)", module)
     if match is None:

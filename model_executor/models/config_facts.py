@@ -65,9 +65,9 @@ def model_name_of(values: Mapping[str, Any]) -> str:
 
 
 def schema_of(values: Mapping[str, Any]) -> type[CheckpointKeys] | None:
-    """The keys for the content of a config.json: of those of its ``model_type`` the
-    one that ``architectures`` lists, else the first; None for a model of another kind.
-    A type that is others' as well must be listed, or the model's own name must tell."""
+    """The keys for the content of a config.json: of those of its ``model_type`` the one
+    that ``architectures`` lists, else the first; None for a model of another kind. A
+    type that is others' as well must be listed, or the model's own name must tell."""
     candidates = [
         schema
         for schema in SCHEMAS.values()

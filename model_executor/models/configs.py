@@ -45,9 +45,7 @@ class Config(ConfigFacts, PretrainedConfig):
         cls.__init__ = Config.__init__  # type: ignore[method-assign] # transformers makes one of the annotations
 
     def __init__(self, /, **values: Any) -> None:
-        """Raises ``ValueError`` naming the file, the key, its value and what
-        it may be.
-        """
+        """Raises ``ValueError`` naming the file, the key, its value and what it may be."""
         self._settle(values, source_of(values))
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -63,8 +63,7 @@ class RotaryPhases:
     query_scales: torch.Tensor | None = None
     """Factor of queries at each position, float32 ``[num_positions]``; None: 1."""
     rows: torch.Tensor | None = None
-    """Index of each row in ``positions``, int64 ``[num_rows]``; None:
-    in their order.
+    """Index of each row in ``positions``, int64 ``[num_rows]``; None: in their order.
     """
 
     def __getitem__(self, rows: torch.Tensor | slice) -> "RotaryPhases":
@@ -363,9 +362,7 @@ class DiffusionDecoder(nn.Module):
         )
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Fill the parameters from a checkpoint's tensors,
-        as ``fill_parameters`` does.
-        """
+        """Fill the parameters from a checkpoint's tensors, as ``fill_parameters`` does."""
         if self.adapter is not None:
             weights = self.adapter.merged(weights, whole=not self.takes_parts)
         if self.draft_adapter is not None and not self.takes_parts:

@@ -119,9 +119,9 @@ class ExpertMLP(nn.Module):
         return self.experts(normed, self._router_logits(normed))
 
     def _router_logits(self, normed: torch.Tensor) -> torch.Tensor:
-        """``[num_rows, num_experts]``. In groups, experts may be 4e-6
-        apart, which half precision would not tell: float32 logits of weights in the
-        model's type, as in its code."""
+        """``[num_rows, num_experts]``. In groups, experts may be 4e-6 apart, which half
+        precision would not tell: float32 logits of weights in the model's type, as in
+        its code."""
         if self.shape.num_groups and normed.is_cuda and normed.dtype != torch.float32:
             # Products of half precision are exact in float32.
             return torch.mm(normed, self.gate.weight.t(), out_dtype=torch.float32)

@@ -88,9 +88,7 @@ class LayerPass:
 
     @staticmethod
     def positions(plan: StepPlan, canvas: Canvas) -> np.ndarray:
-        """The canvas positions of a plan's rows, ascending. They may
-        depend on tokens.
-        """
+        """The canvas positions of a plan's rows, ascending. They may depend on tokens."""
         return np.r_[: plan.num_anchored, slice(*plan.span)]
 
     def __call__(

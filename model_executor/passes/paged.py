@@ -110,8 +110,7 @@ class AddingPass(PagedPass):
                 work = plan.span, plan.window, plan.read, plan.num_anchored, plan.adds
                 alike[work].append(i)
         self.groups = list(alike.values())
-        """Numbers of the UPDATE requests, those together that compute and
-        add the same.
+        """Numbers of the UPDATE requests, those together that compute and add the same.
         """
         self.updating = [i for members in self.groups for i in members]
         """Numbers of the UPDATE requests, in the order in which their rows are

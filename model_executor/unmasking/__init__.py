@@ -1,3 +1,1 @@
-"""Choice of the positions that a step fills: statistics of the
-predictions, and rules.
-"""
+"""Choice of the positions that a step fills: statistics of the predictions, and rules."""

@@ -186,8 +186,8 @@ class RequestNumbers:
 
 
 class FillWork(NamedTuple):
-    """Work of filling in, as far as the host decides it; equal work differs in
-    numbers alone.
+    """Work of filling in, as far as the host decides it; equal work differs in numbers
+    alone.
     """
 
     settings: SamplingSettings

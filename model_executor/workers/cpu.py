@@ -16,9 +16,7 @@ from dllm_engine.model_executor.workers.parent import end_vllm_process_with_pare
 
 
 class DiffusionCPUWorker(DiffusionWorker, CPUWorker):
-    """Differs from vLLM's in the runner that it makes, and in how that
-    is warmed up.
-    """
+    """Differs from vLLM's in the runner that it makes, and in how that is warmed up."""
 
     def init_device(self) -> None:
         end_vllm_process_with_parent()

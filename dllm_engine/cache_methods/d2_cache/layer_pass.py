@@ -74,8 +74,7 @@ class Rollout:
         self.rows = torch.zeros(*positions.shape, num_tokens, device=positions.device)
         self.rows.scatter_(2, positions[..., None], exist[..., None].float())
         self.computed = self.rows.amax(dim=1, keepdim=True) > 0
-        """True at positions whose rows are computed,
-        ``[num_requests, 1, num_tokens]``.
+        """True at positions whose rows are computed, ``[num_requests, 1, num_tokens]``.
         """
 
     def add_layer(self, probabilities: torch.Tensor, share: float) -> None:

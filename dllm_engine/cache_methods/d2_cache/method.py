@@ -26,8 +26,7 @@ class D2CacheOptions(CacheOptions):
     finds most important, up to this share of the total importance of the positions that
     it would not compute otherwise, and at least one."""
     masked_rows: int = Field(default=32, ge=1)
-    """Masked positions that a step predicts: the most confident ones
-    near known tokens.
+    """Masked positions that a step predicts: the most confident ones near known tokens.
     """
     sigma: float = Field(default=10.0, ge=0.01, le=1e6)
     """Width in tokens of the Gaussian that says how near known tokens are (the

@@ -18,9 +18,7 @@ from dllm_engine.decoding.step_plan import RefreshState, Retention, Scope, StepP
 
 
 class DualOptions(RefreshOptions):
-    """Options of ``dual`` (Fast-dLLM, arXiv 2505.22618). The defaults
-    are the paper's.
-    """
+    """Options of ``dual`` (Fast-dLLM, arXiv 2505.22618). The defaults are the paper's."""
 
     tuned: ClassVar[TunedValues] = {"refresh": ("all", "response", "near")}
 

@@ -139,8 +139,7 @@ class EarlySkipStep:
     unmasked in the previous step, if that lies before the span."""
     copying: RetainedCopy
     num_copied: int
-    """Tokens outside the window that the copy holds per layer; the
-    window follows them.
+    """Tokens outside the window that the copy holds per layer; the window follows them.
     """
 
 

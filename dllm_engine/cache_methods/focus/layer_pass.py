@@ -194,8 +194,7 @@ class FocusPass(LayerPass):
 
     def _importance(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         """The attention that each masked row gets from the masked rows of its request,
-        over all heads, float32 ``[requests, most masked rows]``; the paper's
-        I.
+        over all heads, float32 ``[requests, most masked rows]``; the paper's I.
         """
         queries = q[self.masked_rows].float()
         keys = k[self.masked_rows].float()

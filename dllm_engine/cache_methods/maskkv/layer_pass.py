@@ -263,9 +263,8 @@ def layer_importance(
 ) -> torch.Tensor:
     """Importance of each layer to each of some canvases, in a forward pass over them
     that keeps nothing: float32 ``[num_layers, num_canvases]``, 0 to 2, or NaN where
-    hidden states are no numbers. ``hidden``
-    ``[num_rows, hidden_size]``: embeddings of the canvases end to end, whose ``rows``
-    these are; left as they are."""
+    hidden states are no numbers. ``hidden`` ``[num_rows, hidden_size]``: embeddings of
+    the canvases end to end, whose ``rows`` these are; left as they are."""
 
     def changes(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
         parts = zip(

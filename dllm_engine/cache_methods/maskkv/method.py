@@ -45,9 +45,7 @@ MaskKVScorerName = Literal[
 
 
 class MaskKVOptions(AdaptiveOptions):
-    """Options of ``maskkv`` (MaskKV, arXiv 2510.09309). The defaults
-    are the paper's.
-    """
+    """Options of ``maskkv`` (MaskKV, arXiv 2510.09309). The defaults are the paper's."""
 
     tuned: ClassVar[TunedValues] = {
         "kv_budget": (128, 256, 512),
@@ -55,8 +53,7 @@ class MaskKVOptions(AdaptiveOptions):
     }
 
     response_refresh_interval: int = Field(default=5, ge=1)
-    """Forward passes, or tokens, from one computation of the response to
-    the next (Kr).
+    """Forward passes, or tokens, from one computation of the response to the next (Kr).
     """
     refresh_first_layer: bool = False
     """Recompute the whole response in the first layer in every pass, as dLLM-Cache's
@@ -94,8 +91,7 @@ class MaskKVOptions(AdaptiveOptions):
 
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     """Algorithm 1: dLLM-Cache's schedule on what the first pass retained of the prompt.
-    A pass that refreshes
-    the prompt alone reuses the response as it is."""
+    A pass that refreshes the prompt alone reuses the response as it is."""
     plan = plan_adaptive(spec, progress)
     plan.retained = average_budget(spec) + spec.layout.gen_length
     if plan.scope is Scope.PROMPT:

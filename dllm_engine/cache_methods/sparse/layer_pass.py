@@ -78,8 +78,7 @@ class SparsePass(AddingPass):
         if any(plan.own is not None for plan in batch.plans):
             self.row_slots = self._slots_in_order()
         self.candidates: list[torch.Tensor] = []
-        """Scored rows of each request of ``updating``: the first of
-        its ``named`` rows.
+        """Scored rows of each request of ``updating``: the first of its ``named`` rows.
         """
         self.candidate_rows: list[torch.Tensor] = []
         """The same as rows of the batch, and shared candidates behind them."""

@@ -64,9 +64,7 @@ class OpenRequest:
     def outputs(
         self, outputs: AsyncGenerator[Any, None], params: Any
     ) -> AsyncGenerator[Any, None]:
-        """The engine's outputs for the next one of its prompts, up to one that
-        failed.
-        """
+        """The engine's outputs for the next one of its prompts, up to one that failed."""
         place = len(self.latest)
         self.latest.append(None)
         return self._noted(outputs, params, place)

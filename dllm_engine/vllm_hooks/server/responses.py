@@ -39,9 +39,7 @@ _WITH_FIGURES = ("/v1/completions", "/v1/chat/completions", "/invocations")
 
 
 def fields_of(completion: Any, *, with_trace: bool) -> dict[str, Any]:
-    """The fields of a choice. What grows with the response, only the whole
-    of it has.
-    """
+    """The fields of a choice. What grows with the response, only the whole of it has."""
     figures = getattr(completion, DIFFUSION, None)
     if figures is None:
         return {}
@@ -147,9 +145,7 @@ async def stream_with_fields(
 
 
 def _with_fields(event: str, fields: dict[int, dict[str, Any]]) -> str:
-    """A server-sent event of vLLM's, with our fields in the choices
-    that bring tokens.
-    """
+    """A server-sent event of vLLM's, with our fields in the choices that bring tokens."""
     if not event.startswith(f"{_EVENT}{{"):
         return event
     chunk = json.loads(event.removeprefix(_EVENT))

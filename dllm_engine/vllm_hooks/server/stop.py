@@ -27,8 +27,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 _TELLING_SECONDS = 1
 """Time in which a drain tells requests that it ends them."""
 _CLOSING_SECONDS = 3
-"""For connections to close. A client that does not read its answer would
-keep one open.
+"""For connections to close. A client that does not read its answer would keep one open.
 """
 
 _TAKING_SECONDS = 0.1
