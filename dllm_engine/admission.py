@@ -21,8 +21,8 @@ from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.request_options.fields import FACTS, RequestOptions, check_exclusions
 from dllm_engine.request_options.layout import (
     LengthRule,
-    check_no_rule,
     length_rule,
+    refuse_length_options,
 )
 from dllm_engine.request_options.resolve import check_room, resolve_decoding
 from dllm_engine.request_options.sampling import check_token_numbers
@@ -215,7 +215,7 @@ def _check_length_chosen(params: SamplingParams, engine: EngineOptions) -> None:
             "auto_length=True: lengths are chosen by LLM, by AsyncLLM.generate and by "
             "the server, not by the engine below them; call one of these"
         )
-    check_no_rule(request_options(params))
+    refuse_length_options(request_options(params))
 
 
 def check_tokens(tokens: list[int], hf_config: Any, name: str = "the prompt") -> None:

@@ -8,7 +8,7 @@ from vllm.v1.request import Request
 
 
 class ClientOutputs:
-    """Outputs of each client, a front end, after the step in hand."""
+    """Outputs of each client, a front end, after the current step."""
 
     def __init__(self, *, tells_ended: bool) -> None:
         """``tells_ended``: clients also get the ids of requests that ended."""

@@ -35,7 +35,7 @@ from dllm_engine.scheduler.client_outputs import ClientOutputs
 from dllm_engine.scheduler.engine_stats import EngineStats
 from dllm_engine.scheduler.model_weights import ModelWeights
 from dllm_engine.scheduler.page_pool import PagePool
-from dllm_engine.scheduler.page_tables import PageTables, what_is_kept
+from dllm_engine.scheduler.page_tables import PageTables, pool_log_line
 from dllm_engine.scheduler.refresh_budget import RefreshBudget
 from dllm_engine.scheduler.request_resolver import RequestResolver
 from dllm_engine.scheduler.request_state import RequestState, failed_output
@@ -126,7 +126,7 @@ class DiffusionScheduler(SchedulerInterface):
             group.kv_cache_spec.page_size_bytes
             for group in kv_cache_config.kv_cache_groups
         )
-        logger.info("%s", what_is_kept(self.options, geometry, self.pages, page_bytes))
+        logger.info("%s", pool_log_line(self.options, geometry, self.pages, page_bytes))
 
     # Requests come and go
 
@@ -336,9 +336,9 @@ class DiffusionScheduler(SchedulerInterface):
         needs_pages = plan.state is RefreshState.UPDATE or (
             plan.read > 0 and not state.page_counts
         )
-        self.tables.hold(state, output, needs_pages=needs_pages)
+        self.tables.update(state, output, needs_pages=needs_pages)
         if plan.state is RefreshState.UPDATE:
-            self.tables.fill(state, plan.retained)
+            self.tables.note_filled(state, plan.retained)
         output.num_scheduled_tokens[state.request_id] = plan.max_rows
 
     def _run_on(
@@ -361,7 +361,7 @@ class DiffusionScheduler(SchedulerInterface):
         for state in list(self.running):
             with self._failing_alone(state, output):
                 # Whichever of its steps writes them.
-                self.tables.hold(state, output, needs_pages=True)
+                self.tables.update(state, output, needs_pages=True)
                 output.progress[state.request_id] = replace(state.progress, trace={})
 
     # Who begins
@@ -465,7 +465,7 @@ class DiffusionScheduler(SchedulerInterface):
             return
         with self._failing_alone(state):
             if result.kv_slots is not None:
-                self.tables.settle(state, result.kv_slots)
+                self.tables.release_unused(state, result.kv_slots)
             self.stats.add_step(state.spec, result)
             output = state.advance(result)
             self.tables.share(state)

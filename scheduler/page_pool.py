@@ -80,7 +80,8 @@ class PagePool:
         self._times_given: Counter[int] = Counter()
         """Number of times that a page has been given to requests, by page id."""
         self._given_now: Counter[int] = Counter()
-        """The same in the step in hand, which overwrites the page after it was copied.
+        """How often it was given out in the current step, which overwrites it after it
+        was copied.
         """
 
     @property
@@ -186,7 +187,7 @@ class PagePool:
 
     def find_next(self, page: KVCacheBlock) -> NextPage | None:
         """The pages that followed a page of the first table, if they hold the same when
-        the step in hand begins.
+        the current step begins.
         """
         following = self._next_pages.get(page.block_id)
         if following is None:
@@ -243,7 +244,7 @@ class PagePool:
             table.extend(self._new_pages(size - len(table)))
         return [[page.block_id for page in table] for table in tables]
 
-    def settle(self, request_id: str) -> None:
+    def release_unused(self, request_id: str) -> None:
         """Give back what a request reserved beyond the pages it holds."""
         self._reserved[request_id] = sum(map(len, self._tables[request_id]))
 

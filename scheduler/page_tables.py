@@ -65,7 +65,7 @@ class PageTables:
         self.num_anchors = num_anchors
         self.prefix_stats = PrefixCacheStats()
         self._being_filled: set[BlockHash] = set()
-        """Keys of the pages that the step in hand fills for good."""
+        """Keys of the pages that the current step fills for good."""
 
     def begin_step(self) -> None:
         self._being_filled.clear()
@@ -73,7 +73,7 @@ class PageTables:
 
     def find_prefix(self, state: RequestState) -> SharedPages | None:
         """Pages of other requests that hold the beginning of one that waits. None: the
-        step in hand fills the next one, which is worth waiting for.
+        current step fills the next one, which is worth waiting for.
         """
         keys: list[BlockHash] = []
         # A seed is predicted by a row, so the last one is computed.
@@ -147,8 +147,8 @@ class PageTables:
                 preempted=request.num_preemptions > 0,
             )
 
-    def fill(self, state: RequestState, retained: int) -> None:
-        """Note that the step in hand fills pages up to so many tokens."""
+    def note_filled(self, state: RequestState, retained: int) -> None:
+        """Note that the current step fills pages up to so many tokens."""
         num_final = self._num_final(state, retained)
         self._being_filled.update(self._new_keys(state, num_final))
 
@@ -199,7 +199,7 @@ class PageTables:
             return num_tokens
         return state.spec.num_sharable or 0
 
-    def hold(
+    def update(
         self,
         state: RequestState,
         output: DiffusionSchedulerOutput,
@@ -218,14 +218,14 @@ class PageTables:
         num_held = sum(map(sum, counts.values()))
         state.progress.pages_held = max(state.progress.pages_held, num_held)
 
-    def settle(self, state: RequestState, kv_slots: int) -> None:
+    def release_unused(self, state: RequestState, kv_slots: int) -> None:
         """Give back what was reserved for the worst case. The table loses its last
         pages only, which hold nothing.
         """
         slots_per_page = self.geometry.page_size * self.geometry.num_kv_heads
         needed = [pages_for(kv_slots, slots_per_page)]
         self._resize(state, state.page_counts | {PageKind.KV: needed})
-        self.pages.settle(state.request_id)
+        self.pages.release_unused(state.request_id)
         state.pages_settled = True
 
     def take_away(self, state: RequestState) -> None:
@@ -269,7 +269,7 @@ class PageTables:
         }
 
 
-def what_is_kept(
+def pool_log_line(
     options: EngineOptions, geometry: PoolGeometry, pages: PagePool, page_bytes: int
 ) -> str:
     """Line of the log that says what the pool's pages are for."""

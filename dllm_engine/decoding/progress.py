@@ -81,7 +81,7 @@ class Progress:
             masked=list(spec.layout.masks_per_block[slice(*running)]),
             slow_fast=spec.first_slow_fast(0),
         )
-        progress._settle(spec)
+        progress._let_blocks_join(spec)
         return progress
 
     @property
@@ -136,9 +136,9 @@ class Progress:
         self.post_steps += not self.num_masked
         self.masked = [self.num_masked - num_unmasked] if masked is None else masked
         self.step += 1
-        self._settle(spec)
+        self._let_blocks_join(spec)
 
-    def _settle(self, spec: DecodingSpec) -> None:
+    def _let_blocks_join(self, spec: DecodingSpec) -> None:
         """Let the next blocks join. Blocks without a mask take no step."""
         if spec.layout.round_length is not None:
             self._begin_round(spec, spec.layout.round_length)

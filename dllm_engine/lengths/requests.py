@@ -18,7 +18,11 @@ from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
 from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.request_options.fields import check_attention
-from dllm_engine.request_options.layout import HOW_LENGTHS, MOST_CHOSEN, LengthRule
+from dllm_engine.request_options.layout import (
+    LENGTH_RULE_OPTIONS,
+    MOST_CHOSEN,
+    LengthRule,
+)
 from dllm_engine.request_options.sampling_params import (
     LENGTH_FIGURES,
     DefaultLength,
@@ -156,7 +160,7 @@ def with_lengths(llm: Any, prompts: Sequence[Any], params: Sequence[Any]) -> lis
 def set_length(params: SamplingParams, chosen: ChosenLength) -> None:
     """Put the chosen length into parameters."""
     given = params.extra_args or {}
-    kept = {name: x for name, x in given.items() if name not in HOW_LENGTHS}
+    kept = {name: x for name, x in given.items() if name not in LENGTH_RULE_OPTIONS}
     figures = {"length_passes": chosen.passes, "length_rows": chosen.rows}
     params.extra_args = {
         **kept,

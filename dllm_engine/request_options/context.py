@@ -14,7 +14,10 @@ if TYPE_CHECKING:  # commands declare request options without importing vLLM
 
 @dataclass(frozen=True)
 class RequestContext:
-    """A request's parameters, and the model and engine that it is for."""
+    """A request's parameters, and the model and engine that it is for.
+
+    Groups of options are resolved from two objects: ``own`` has what the request itself
+    names, ``options`` has that with the defaults of engine and checkpoint."""
 
     params: "SamplingParams"
     prompt_length: int

@@ -38,7 +38,7 @@ class GuideOptions(OptionGroup):
     """Fill positions whose drafts pass with the guide's tokens."""
 
 
-HOW_OPTIONS = tuple(name for name in GuideOptions.model_fields if name != "guided")
+GUIDE_SETTINGS = tuple(name for name in GuideOptions.model_fields if name != "guided")
 """How the guide decides; the fields of ``Guidance``, but for ``guide_``."""
 
 
@@ -61,12 +61,14 @@ def resolve_guidance(
     if request.engine.guide_model is None:
         return None
     if options.guided is False:
-        if named := ", ".join(name for name in HOW_OPTIONS if name in own.given):
+        if named := ", ".join(name for name in GUIDE_SETTINGS if name in own.given):
             raise refused(
                 f"guided=False and {named} contradict each other; leave one unset"
             )
         return None
-    given = {name: options.given[name] for name in HOW_OPTIONS if name in options.given}
+    given = {
+        name: options.given[name] for name in GUIDE_SETTINGS if name in options.given
+    }
     return Guidance(
         **{name.removeprefix("guide_"): value for name, value in given.items()}
     )

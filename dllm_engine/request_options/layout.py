@@ -60,7 +60,7 @@ class AutoLengthOptions(OptionGroup):
     at least 8 more. 1: DAEDAL's own 8 tokens a pass. Unset: 2."""
 
 
-HOW_LENGTHS = tuple(
+LENGTH_RULE_OPTIONS = tuple(
     name for name in AutoLengthOptions.model_fields if name != "auto_length"
 )
 """Options that choose the length: ``LengthRule``'s fields, after ``auto_length_``."""
@@ -94,7 +94,7 @@ def length_rule(
         )
     if not options.auto_length or ignore_eos:
         return None
-    given = {name: getattr(options, name) for name in HOW_LENGTHS}
+    given = {name: getattr(options, name) for name in LENGTH_RULE_OPTIONS}
     return LengthRule(
         **{
             name.removeprefix("auto_length_"): value
@@ -104,9 +104,9 @@ def length_rule(
     )
 
 
-def check_no_rule(own: AutoLengthOptions) -> None:
+def refuse_length_options(own: AutoLengthOptions) -> None:
     """Refuse options that only an open length has."""
-    for name in HOW_LENGTHS:
+    for name in LENGTH_RULE_OPTIONS:
         if (value := getattr(own, name)) is not None:
             raise refused(
                 f"{name}={value}: the length of this response is not chosen; set "

@@ -29,7 +29,7 @@ would have too many states.
 _READER = ThreadPoolExecutor(1, "vocabulary")
 """To read a tokenizer takes a while the first time. vLLM's threads tokenize prompts,
 and those of asyncio end the server."""
-_CHECKED = 256
+_SAMPLE_SIZE = 256
 """Tokens that are decoded to compare."""
 _REFUSED = {
     "grammar": "context-free grammars are not supported; use regex, choice or json",
@@ -419,7 +419,7 @@ def vocabulary_of(tokenizer: TokenizerLike | None, vocab_size: int) -> Vocabular
         for number, text in enumerate(spelled)
         if text.decode(errors="ignore").encode() == text != b""
     ]
-    sample = used[:: max(1, len(used) // _CHECKED)]
+    sample = used[:: max(1, len(used) // _SAMPLE_SIZE)]
     spaced = [number for number in used if spelled[number].startswith(b" ")][:8]
     for numbers in (sample, *([number] for number in (*spaced, *sample[:32]))):
         if (

@@ -46,7 +46,7 @@ NO_BEAM_SEARCH = (
     "beam search is not supported for diffusion models; use n with a temperature "
     "above 0"
 )
-_CHECKED = "dllm_engine_request"
+_CHECKED_REQUEST = "dllm_engine_request"
 """Key of a rendered prompt that is already checked, for the request that
 ``process_inputs`` made of it.
 """
@@ -66,7 +66,10 @@ def process_checked_inputs(
         params = _as_made(params)
         return process_inputs(self, request_id, prompt, params, *args, **kwargs)
     # vLLM modifies a request, so this one is used once only.
-    if isinstance(prompt, dict) and (request := prompt.pop(_CHECKED, None)) is not None:
+    if (
+        isinstance(prompt, dict)
+        and (request := prompt.pop(_CHECKED_REQUEST, None)) is not None
+    ):
         request.request_id = request_id
         return request
     if kwargs.get("lora_request") is not None:
@@ -245,7 +248,7 @@ def _unchecked(prompt: Any) -> Any:
     """The prompt without a request that was made with another length."""
     if not isinstance(prompt, dict):
         return prompt
-    return {name: x for name, x in prompt.items() if name != _CHECKED}
+    return {name: x for name, x in prompt.items() if name != _CHECKED_REQUEST}
 
 
 def add_with_lengths(
@@ -330,7 +333,7 @@ def respond_if_valid(
     )
     if is_ours(engine):
         sampling_params.max_tokens = engine_input[
-            _CHECKED
+            _CHECKED_REQUEST
         ].sampling_params.max_tokens  # which the response tells
     return respond(self, request_id, engine_input, with_reasoning, *args, **kwargs)
 
@@ -344,7 +347,7 @@ def _checked_prompt(
 ) -> Any:
     """The prompt with its checked request. A raw prompt is returned as it is: vLLM's
     generator renders it outside the event loop, and it is checked then."""
-    if not is_ours(engine) or not _is_rendered(prompt) or _CHECKED in prompt:
+    if not is_ours(engine) or not _is_rendered(prompt) or _CHECKED_REQUEST in prompt:
         return prompt
     names = (
         "lora_request",
@@ -358,7 +361,7 @@ def _checked_prompt(
     request = engine.input_processor.process_inputs(
         request_id, prompt, params, ("generate",), **carried
     )
-    return {**prompt, _CHECKED: request}
+    return {**prompt, _CHECKED_REQUEST: request}
 
 
 class KeptFilters(dict):
