@@ -35,6 +35,9 @@ from dllm_engine.evaluation.comparison import COLUMNS, Comparison, table
 from dllm_engine.evaluation.plots import draw_tradeoff, plot_beside
 from dllm_engine.options import EngineOptions
 
+LEAST_SHARED = 0.1
+"""Part of the prompts that begins others too, from which sharing pays."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
@@ -119,7 +122,10 @@ def run(args: argparse.Namespace) -> int:
         "engine": engine,
     }
     methods = None if args.methods in (None, "all") else args.methods.split(",")
-    space = tuning.space_of(args.model, methods, _rules(args), decoding)
+    alike = tasks.shared_part >= LEAST_SHARED
+    space = tuning.space_of(
+        args.model, methods, _rules(args), decoding, begin_alike=alike
+    )
     with Comparison(args.output, "tune", subject, load) as comparison:
         search = tuning.Search(
             comparison, tasks, space, engine, decoding, args.loss / 100

@@ -94,6 +94,11 @@ class Task(ABC):
         """Identifies examples that may change under the same name."""
         return ""
 
+    @property
+    def shared_part(self) -> float:
+        """Part of the prompts that begins other prompts too; 0 where unknown."""
+        return 0.0
+
     @abstractmethod
     def score(self, engine: MeasuredEngine, decoding: dict[str, Any]) -> Result:
         """Score the answers of an engine."""

@@ -6,6 +6,8 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from os.path import commonprefix
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +37,8 @@ DECISIONS = {"decisions": False, "decisions-json": True}
 """Tasks of decisions, and True for the one with JSON."""
 QUESTIONS = {f"questions-{kind}": kind for kind in QUESTION_KINDS}
 """Tasks of questions to the demo model, and their kind."""
+LEAST_SHARED = 64
+"""Characters that two prompts must begin with to share some: about a page."""
 
 
 def named_task(name: str, count: int | None, seed: int, match: str) -> Task:
@@ -77,6 +81,19 @@ class OwnTasks(Task):
     @property
     def digest(self) -> str:
         return settings_digest([task.model_dump() for task in self.tasks])
+
+    @property
+    def shared_part(self) -> float:
+        texts = sorted(
+            task.prompt
+            if isinstance(task.prompt, str)
+            else "".join(message["content"] for message in task.prompt)
+            for task in self.tasks
+        )
+        # By characters, not by folders.
+        sizes = (len(commonprefix(pair)) for pair in pairwise(texts))  # noqa: RUF071
+        alike = sum(size for size in sizes if size >= LEAST_SHARED)
+        return alike / max(sum(map(len, texts)), 1)
 
     def score(self, engine: MeasuredEngine, decoding: dict[str, Any]) -> Result:
         """The share of tasks answered right. Raises ``ValueError`` for messages without

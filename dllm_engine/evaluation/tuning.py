@@ -31,6 +31,7 @@ FACTORS = (
     "block_length",
     "cache_method",
     "cache_options",
+    "share_prompts",
     "rule",
 )
 """Parts of a setting; the rule again, because a cache changes what it may risk."""
@@ -62,16 +63,23 @@ class Setting:
     cache_options: Options = field(default_factory=dict)
     """Options that differ from the paper's."""
     decoding: Options = field(default_factory=dict)
+    share_prompts: bool = False
 
     @property
     def engine(self) -> Options:
-        return {"cache_method": self.cache_method, "cache_options": self.cache_options}
+        cache = {"cache_method": self.cache_method, "cache_options": self.cache_options}
+        return cache | self.sharing
+
+    @property
+    def sharing(self) -> Options:
+        """``share_prompts``, unless it is the default."""
+        return {"share_prompts": True} if self.share_prompts else {}
 
     def combination(self, engine: Options, decoding: Options) -> Combination:
         """The setting with arguments of ``LLM`` and of ``DiffusionParams`` that all
         settings share.
         """
-        method = method_text(self.cache_method, self.cache_options)
+        method = method_text(self.cache_method, self.cache_options | self.sharing)
         unmasking = assignments(self.decoding) or "one"
         return Combination(
             method, unmasking, engine | self.engine, decoding | self.decoding
@@ -90,6 +98,8 @@ class Space:
     rules: Sequence[Options]
     windows: Sequence[float] = ()
     block_lengths: Sequence[int] = ()
+    shares: bool = False
+    """Methods that can are tried with ``share_prompts``."""
 
     def varied(self, setting: Setting, factor: str) -> list[Setting]:
         """The settings that have another value of a factor."""
@@ -118,6 +128,9 @@ class Space:
                 {"cache_options": options}
                 for options in self.methods.get(setting.cache_method, ())
             ],
+            "share_prompts": [{"share_prompts": True}]
+            if self.shares and CACHE_METHODS[setting.cache_method].shares_prompts
+            else [],
         }
         others = (replace(setting, **changes) for changes in tried[factor])
         return [other for other in others if other != setting]
@@ -128,10 +141,12 @@ def space_of(
     methods: Sequence[str] | None,
     rules: Sequence[Options],
     decoding: Options,
+    *,
+    begin_alike: bool = False,
 ) -> Space:
-    """The space for a model whose requests have options ``decoding``; None: all cache
-    methods that suit the model. Where attention goes by blocks they keep their length,
-    and run one at a time."""
+    """The space for a model whose requests have options ``decoding``, and prompts that
+    ``begin_alike`` or not; None: all cache methods that suit the model. Where attention
+    goes by blocks they keep their length, and run one at a time."""
     from dllm_engine.request_options.defaults import checkpoint_defaults
     from dllm_engine.request_options.sampling_params import DEFAULT_GEN_LENGTH
 
@@ -159,9 +174,8 @@ def space_of(
         defaults.get("block_length") or family.block_length_of(longest), longest
     )
     lengths = sorted({int(default * ratio) for ratio in BLOCK_LENGTHS} - {default})
-    return Space(
-        options, rules, WINDOWS, [n for n in lengths if SHORTEST_BLOCK <= n <= longest]
-    )
+    lengths = [n for n in lengths if SHORTEST_BLOCK <= n <= longest]
+    return Space(options, rules, WINDOWS, lengths, begin_alike)
 
 
 @dataclass

@@ -5,7 +5,7 @@ import pytest
 
 from dllm_engine.evaluation import tuning as module
 from dllm_engine.evaluation.comparison import Comparison, Result, mean_and_error
-from dllm_engine.evaluation.own_tasks import OwnTasks
+from dllm_engine.evaluation.own_tasks import OwnTask, OwnTasks
 from dllm_engine.evaluation.runner import Cost
 from dllm_engine.evaluation.tuning import (
     PLAIN,
@@ -85,6 +85,31 @@ def test_one_factor_is_varied():
     # A fixed count of tokens runs one block at a time.
     for setting in (PLAIN, Setting(decoding={"steps": 8})):
         assert space().varied(setting, "block_add_threshold") == []
+
+
+def test_prompts_are_shared_where_they_begin_alike_and_the_method_can():
+    alike = space_of("demo", None, RULES, {}, begin_alike=True)
+    (shared,) = alike.varied(Setting("dual"), "share_prompts")
+    assert shared.engine["share_prompts"]
+    assert shared.combination({}, {}).method == "dual:share_prompts=true"
+    assert "share_prompts" not in Setting("dual").engine
+    for tried in (
+        alike.varied(shared, "share_prompts"),
+        alike.varied(Setting("maskkv"), "share_prompts"),
+        space().varied(Setting("dual"), "share_prompts"),
+    ):
+        assert tried == []
+
+
+def test_the_shared_part_of_prompts_is_what_begins_another_one():
+    def part(*prompts):
+        tasks = [OwnTask(prompt=prompt, answer="x") for prompt in prompts]
+        return OwnTasks("mine", tasks, "exact").shared_part
+
+    text = 80 * "a"
+    assert part(text + "bc", "xyz", text + "de") == 80 / (82 + 3 + 82)
+    assert part([{"role": "user", "content": text + "b"}], text + "c") == 80 / 162
+    assert part("abcdef", "abcxyz") == part(text) == 0
 
 
 def test_the_interval_is_that_of_bonett_and_price():
