@@ -35,9 +35,10 @@ from dllm_engine.evaluation.labelled_questions import (
 
 LEAST_QUESTIONS = 10
 """Minimum for each kind, in the half that a correction is fitted on."""
-WORTH_ITS_ROWS = 0.01
-"""By so much must the mean log loss of the held-back questions fall, in nats, if more
-rows are read for it.
+LEAST_GAIN, WORTH_ITS_ROWS = 0.001, 0.01
+"""By so much must the mean log loss of the held-back questions fall, in nats, at the
+least, and if more rows are read for it. Where all answers are right and sure, any lower
+temperature gains a little.
 """
 ALL = "all"
 """Questions of all kinds."""
@@ -226,7 +227,7 @@ def _best_correction(
         for has_prior in (False, True):
             correction = _fitted(Correction(1.0, orders, has_prior), own)
             loss = _log_loss(correction, held_back)
-            margin = WORTH_ITS_ROWS if orders > 1 or has_prior else 0.0
+            margin = WORTH_ITS_ROWS if orders > 1 or has_prior else LEAST_GAIN
             if loss < least - margin:
                 best, least = correction, loss
     return best

@@ -137,6 +137,14 @@ def test_orders_and_the_prior_are_used_where_they_help():
     assert after.accuracy > before.accuracy + 0.05
 
 
+def test_answers_that_are_right_and_sure_stay_as_they_are():
+    question = Question("yes_no", "", (Option("Yes"), Option("No")))
+    sure = Readings([[0.9999, 0.0001]], [[0.5, 0.5]])
+    asked = [LabelledQuestion([], question, 0)] * 100
+    fitted = fit(asked, [Measured(sure, sure)] * 100, seed=1)
+    assert not fitted.calibration.corrections
+
+
 def test_readings_of_a_question():
     options = tuple(Option(label) for label in "abcdefgh")
     correction = Correction(orders=4, has_prior=True)
