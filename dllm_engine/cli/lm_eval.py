@@ -9,6 +9,7 @@ import argparse
 import sys
 
 from dllm_engine.evaluation.harness import check_lm_eval
+from dllm_engine.quiet import silence_alarms
 from dllm_engine.vllm_hooks.release import check_release
 
 
@@ -19,6 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if not args.unknown:
+        raise ValueError(
+            "nothing says what to run; give --model dllm --model_args pretrained=demo "
+            "--tasks TASK, or `ls tasks` for a list of tasks"
+        )
+    silence_alarms()
     check_release()
     check_lm_eval()
     from lm_eval.__main__ import cli_evaluate

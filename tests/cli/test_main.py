@@ -179,7 +179,7 @@ NEEDS_VLLM = [
     "chat",
     "serve demo --port 0",
     "eval",
-    "lm-eval",
+    "lm-eval --tasks names",
     "tune demo",
     "calibrate demo --questions a",
     "bench",
