@@ -12,7 +12,7 @@ _SNAPSHOT = re.compile(r"(?:^|/)models--(?:[^/]+?--)?([^/]+)/snapshots/[^/]+")
 
 
 def own_name(model: str) -> str:
-    """The name of a model without what it belongs to or lies in: ``LLaDA-8B-Instruct``.
+    """The name of a model without what it belongs to or lies in: ``Model-8B-Instruct``.
 
     Of a path it is the last component, of a name on the Hub the part behind the
     organization, and of a snapshot in the Hub's cache that of its repository. The
@@ -26,7 +26,7 @@ def own_name(model: str) -> str:
 
 
 def has_word(name: str, word: str) -> bool:
-    """Return True if a name has a word, in any case: ``Dream-v0-Base-7B`` has ``base``,
+    """Return True if a name has a word, in any case: ``Model-8B-Base`` has ``base``,
     and ``database`` has not.
     """
     return (

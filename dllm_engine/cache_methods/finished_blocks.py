@@ -1,8 +1,8 @@
 """Steps of methods that keep finished blocks, whose keys and values are exact where
 attention goes by blocks.
 
-A block is finished when none of its tokens can change. With token editing (LLaDA2.1), a
-step that begins without masks keeps its block as well: if it replaces no token, what it
+A block is finished when none of its tokens can change. With token editing, a step
+that begins without masks keeps its block as well: if it replaces no token, what it
 has kept is final, and the next block feeds that no more.
 """
 

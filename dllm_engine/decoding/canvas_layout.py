@@ -44,11 +44,9 @@ class CanvasLayout:
     whole_blocks: bool = True
     """Where attention goes by blocks: True if the canvas ends with a whole block, and
     ``Schedule.block_steps`` are the steps of a whole block, even if a part of it is in
-    the prompt (SDAR, LLaDA2)."""
+    the prompt."""
     shifts_logits: bool = False
-    """True if position ``p`` is predicted by row ``p - 1`` (Dream) instead of its own
-    row.
-    """
+    """True if position ``p`` is predicted by row ``p - 1`` instead of its own row."""
     seeds_blocks: bool = False
     """True if the first position of a block that attention goes by is predicted by the
     row before it, before the rest of the block."""

@@ -195,8 +195,8 @@ def revises(
     plan: StepPlan, spec: DecodingSpec, num_masked: int, num_edited: int
 ) -> bool:
     """Return True if decided tokens of the running block may still change after a step
-    that left ``num_masked`` masks and replaced ``num_edited`` tokens (LLaDA2.1's loop,
-    arXiv 2602.08676)."""
+    that left ``num_masked`` masks and replaced ``num_edited`` tokens (the loop of
+    LLaDA2.1, arXiv 2602.08676)."""
     if spec.layout.round_length is not None:
         return not plan.quota.verifies
     if plan.quota.left is not None:
@@ -225,14 +225,13 @@ def predicts_next(spec: DecodingSpec, progress: Progress) -> bool:
 def unmask_quota(
     spec: DecodingSpec, progress: Progress, window: Span, window_alone: bool
 ) -> UnmaskQuota:
-    """Unmask quota of a step in ``window``: by the family's schedule (LLaDA: uniform,
-    Dream: time grid), or ``tokens_per_step``.
+    """Unmask quota of a step in ``window``: by the family's schedule, or
+    ``tokens_per_step``.
 
     ``window_alone``: later steps feed no row before the window. With shifted logits
     they cannot predict the first position of the window. So the first step of a block
-    in Dream fills that position alone, outside the time grid (Fast-dLLM, Sparse-dLLM;
-    without a cache if there are several blocks), or with several running blocks as
-    well.
+    fills that position alone, outside the schedule (Fast-dLLM, Sparse-dLLM; without a
+    cache if there are several blocks), or with several running blocks as well.
     """
     step = progress.step
     slow_fast = progress.slow_fast

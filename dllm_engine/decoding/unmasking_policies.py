@@ -32,9 +32,7 @@ class UnmaskingPolicy:
     measures: Measure
     """Value that ranks positions."""
     tempered: bool = False
-    """True: probabilities after temperature, top-p and top-k (Dream). False: plain
-    softmax (LLaDA).
-    """
+    """True: probabilities after temperature, top-p and top-k. False: plain softmax."""
     draws_each_position: bool = False
     """Unmask each position with the step's ratio as probability, not a fixed count of
     the most confident.
@@ -96,19 +94,14 @@ class UnmaskingRule:
 UNMASKING_POLICIES: dict[str, UnmaskingPolicy] = {
     policy.name: policy
     for policy in (
-        # LLaDA's
         UnmaskingPolicy("low_confidence", "probability"),
         UnmaskingPolicy("random", "noise"),
-        # d3LLM's, for both families
         UnmaskingPolicy("low_entropy", "entropy"),
-        # SDAR's
         UnmaskingPolicy("sequential", "position"),
-        # Dream's
         UnmaskingPolicy("maskgit_plus", "probability", tempered=True),
         UnmaskingPolicy("entropy", "entropy", tempered=True),
         UnmaskingPolicy("topk_margin", "margin", tempered=True),
         UnmaskingPolicy("origin", "noise", tempered=True, draws_each_position=True),
-        # Open-dLLM's
         UnmaskingPolicy("p2", "probability", tempered=True, takes_back=True),
     )
 }
@@ -136,8 +129,8 @@ def split_steps(steps: int, masks: Sequence[int]) -> tuple[int, ...]:
 
 
 def uniform_count(block_size: int, steps: int, step: int) -> int:
-    """Tokens unmasked at ``step`` of a block of ``block_size`` masked tokens (LLaDA's
-    ``get_num_transfer_tokens``).
+    """Tokens unmasked at ``step`` of a block of ``block_size`` masked tokens, the
+    schedule ``uniform``.
     """
     return block_size // steps + (step < block_size % steps)
 
@@ -164,29 +157,29 @@ def rounded_counts(masks: int, steps: int) -> tuple[int, ...]:
 def _unmask_ratios(steps: int) -> tuple[float, ...]:
     import torch  # here, so that listing methods and options does not load it
 
-    # float32 throughout, as Dream computes it: a float64 grid rounds some counts
+    # float32 throughout, as the authors compute it: a float64 grid rounds some counts
     # differently.
     times = torch.linspace(1.0, 1e-3, steps + 1, dtype=torch.float32)
     return tuple((1 - times[1:] / times[:-1]).tolist())
 
 
 def timestep_ratio(steps: int, step: int) -> float:
-    """Share of the remaining masked tokens that ``step`` unmasks on Dream's time grid;
+    """Share of the remaining masked tokens that ``step`` unmasks on the time grid;
     1 at the last step.
     """
     return 1.0 if step >= steps - 1 else _unmask_ratios(steps)[step]
 
 
 def timestep_count(num_masked: int, steps: int, step: int) -> int:
-    """Tokens unmasked at ``step`` when ``num_masked`` are left (Dream's sampler); often
-    0 in the first steps.
+    """Tokens unmasked at ``step`` when ``num_masked`` are left, on the time grid;
+    often 0 in the first steps.
     """
     return int(np.float32(num_masked) * np.float32(timestep_ratio(steps, step)))
 
 
 def count_left(masks: int, steps: int, step: int) -> int:
     """Masks that ``step`` leaves of a block that began with so many, where tokens are
-    taken back (Open-dLLM's ``p2``).
+    taken back (``p2``).
     """
     return int(np.float32(masks) * np.float32(1 - (step + 1) / steps))
 
@@ -197,8 +190,8 @@ MOST_TOKENS = (1 << 31) - 1
 
 class SlowFast(BaseModel):
     """Options of SlowFast sampling (arXiv 2506.10848). The defaults are those of the
-    authors' code for LLaDA; Dream's are ``ModelFamily.slow_fast``. All confidences are
-    probabilities of the plain softmax."""
+    authors' code; what differs in some families is ``ModelFamily.slow_fast``. All
+    confidences are probabilities of the plain softmax."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True
@@ -216,7 +209,7 @@ class SlowFast(BaseModel):
     """
     span_variance: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """If the variance of these estimates is below this, they are stable, and the last
-    one is the end. Dream: the sample variance, at most this."""
+    one is the end. Models with shifted logits: the sample variance, at most this."""
     slow_threshold: float = Field(default=0.9, ge=0, le=1)
     """A slow pass fills every position from the span's start to the block's end with
     this confidence, or the best.
@@ -317,8 +310,8 @@ class SlowFastState:
         return statistics.pvariance(estimates) < self.options.span_variance
 
     def _mean(self, estimates: Sequence[int]) -> int:
-        """Dream's code rounds the length from the block's start, halves to even;
-        LLaDA's rounds down.
+        """The length from the block's start is rounded down; with shifted logits, to
+        the nearest, halves to even. So does the authors' code.
         """
         length = statistics.mean(estimates) - self.block_start
         return self.block_start + (

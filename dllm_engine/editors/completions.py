@@ -140,7 +140,7 @@ def _check(fields: dict[str, Any], around: Any, serving: Any) -> None:
         raise InvalidRequestError(
             f"{family.name} cannot fill in before a suffix: its blocks are final before "
             f"what stands behind them is seen; use a model that attends to the whole "
-            f"canvas, such as LLaDA or Dream"
+            f"canvas (`dllm models`)"
         )
     if isinstance(xargs, dict) and xargs.keys() & {"template", "response_template"}:
         raise InvalidRequestError(

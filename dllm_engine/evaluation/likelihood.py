@@ -1,6 +1,6 @@
 r"""Log-likelihood of a continuation under a masked diffusion model.
 
-The model has no factorisation from left to right. What LLaDA evaluates with (arXiv
+The model has no factorisation from left to right. What papers evaluate with (arXiv
 2502.09992, equation 6 and Algorithm 3) is a lower bound of the log-likelihood of a
 continuation r of L tokens after a prompt p:
 
@@ -23,7 +23,7 @@ from dllm_engine.families import ModelFamily
 from dllm_engine.lengths.forward_passes import Probe
 
 NUM_SAMPLES = 128
-"""Samples per continuation of LLaDA's evaluation."""
+"""Samples per continuation, as in that paper."""
 Canvas = tuple[list[int], list[int]]
 """Tokens, and positions to mask."""
 

@@ -55,7 +55,7 @@ class HarnessSettings:
     second one.
     """
     escape_until: bool = False
-    """Do not end responses at a task's stop strings, as in Dream's evaluation."""
+    """Do not end responses at a task's stop strings, as some authors evaluate."""
 
 
 @register_model("dllm")
@@ -139,8 +139,7 @@ class DiffusionLM(TemplateLM):
             if bos and string.startswith(bos):
                 add_special_tokens = False  # a chat template has put it there
         tokens = self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
-        # Not every tokenizer that has a BOS token puts it before texts; Dream's does
-        # not.
+        # Not every tokenizer that has a BOS token puts it before texts.
         if (
             add_special_tokens
             and self.settings.add_bos_token

@@ -1,5 +1,6 @@
 """Model families: the table of their facts, and what configs say beside it."""
 
+from dllm_engine.families.block_attention import LLADA2, SDAR, SDAR_MOE
 from dllm_engine.families.config_tokens import (
     barred_tokens,
     every_end_token,
@@ -19,16 +20,8 @@ from dllm_engine.families.family import (
     Shard,
     TensorNames,
 )
-from dllm_engine.families.table import (
-    DREAM,
-    FAMILIES,
-    LLADA,
-    LLADA2,
-    LLADA_MOE,
-    NOT_SUPPORTED,
-    SDAR,
-    SDAR_MOE,
-)
+from dllm_engine.families.full_attention import DREAM, LLADA, LLADA_MOE
+from dllm_engine.families.table import FAMILIES, NOT_SUPPORTED
 
 __all__ = [
     "DREAM",

@@ -37,14 +37,14 @@ class EndOptions(OptionGroup):
         ),
     ] = None
     """Fill positions whose predicted token ends the response or a turn after all
-    others, and leave these tokens out of all confidences (LLaDA's evaluation). For
-    policies that measure a probability, an entropy or a margin."""
+    others, and leave these tokens out of all confidences. For policies that measure a
+    probability, an entropy or a margin."""
     logits_eos_inf: Annotated[
         bool | None,
         Facts(default_by="checkpoint", decided_by_guide=True, off=False),
     ] = None
-    """Never choose an end token, the ``eos_token_id`` of config.json (LLaDA's
-    evaluation). The end of a turn still ends the response."""
+    """Never choose an end token, the ``eos_token_id`` of config.json. The
+    end of a turn still ends the response."""
 
 
 def resolve_ends(

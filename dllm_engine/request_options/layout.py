@@ -132,13 +132,13 @@ class LayoutOptions(OptionGroup):
     """``autoregressive``: one token per step, each from the row before it.
     ``self_speculation``: the same text in fewer steps. One step drafts a block, or
     several do by a rule of parallel unmasking; the next verifies the drafts and keeps
-    those before the first wrong one (Nemotron-Labs-Diffusion). Unset: ``diffusion``."""
+    those before the first wrong one. Unset: ``diffusion``."""
     block_length: Annotated[int | None, Facts(default_by="checkpoint")] = Field(
         default=None, ge=1, le=MOST_TOKENS
     )
     """Response tokens denoised together, at most ``gen_length``. The last block may be
-    shorter. SDAR and LLaDA2 attend by blocks of this length, counted from the prompt's
-    first token; it may be longer than the response."""
+    shorter. Models with attention by blocks attend by blocks of this length, which may
+    be longer than the response."""
     sub_block_length: Annotated[
         int | None,
         Facts(
@@ -148,8 +148,8 @@ class LayoutOptions(OptionGroup):
             ),
         ),
     ] = Field(default=None, ge=1, le=MOST_TOKENS)
-    """Parts of a block that are denoised one after the other, from left to right
-    (Fast-dLLM v2); it divides ``block_length``. Each step computes the whole block."""
+    """Parts of a block that are denoised one after the other, from left to right; it
+    divides ``block_length``. Each step computes the whole block."""
     suffix_blocks: Annotated[
         int | None,
         Facts(

@@ -26,12 +26,12 @@ LARGEST_BIAS = 1e4
 
 
 class SamplingOptions(OptionGroup):
-    # vLLM clears its own fields of these names for greedy requests; Dream's confidences
-    # depend on them there too.
+    # vLLM clears its own fields of these names for greedy requests; confidences of
+    # policies of tempered probabilities depend on them there too.
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Sample from the smallest set of likeliest tokens whose probabilities reach this
-    sum. It affects greedy requests too: Dream's confidences are those of the filtered
-    distribution."""
+    sum. It affects greedy requests too: the policies ``maskgit_plus``, ``entropy`` and
+    ``topk_margin`` measure confidences of the filtered distribution."""
     top_k: int | None = Field(default=None, ge=-1, le=MOST_TOKENS)
     """Sample from this many likeliest tokens; 0 or -1 means all. It applies to greedy
     requests as ``top_p`` does.

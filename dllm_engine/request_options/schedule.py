@@ -90,10 +90,11 @@ def resolve_schedule(
     if schedule.tokens_per_step or schedule.block_steps:
         return replace(schedule, steps=sum(schedule.steps_per_block(layout)))
     if steps < layout.num_blocks:
+        parts = layout.block_length < layout.attended_length
         raise refused(
-            f"steps={steps} is out of range: each of the {layout.num_blocks} blocks of "
-            f"{layout.block_length} tokens needs at least one; raise steps or "
-            f"block_length"
+            f"steps={steps} is out of range: each of the {layout.num_blocks} "
+            f"{'parts' if parts else 'blocks'} of {layout.block_length} tokens needs at "
+            f"least one; raise steps or {'sub_block_length' if parts else 'block_length'}"
         )
     return schedule
 

@@ -35,7 +35,7 @@ PARALLEL_OPTIONS = tuple(
 )
 """Options that ask for parallel unmasking, each by the rule of its name."""
 _POST_STEPS = 16
-"""Default of ``max_post_steps`` (LLaDA2.1's code)."""
+"""Default of ``max_post_steps``, as in the authors' code."""
 
 
 class PolicyOptions(OptionGroup):
@@ -72,7 +72,7 @@ class PolicyOptions(OptionGroup):
         ),
     ] = Field(default=None, ge=0, le=1e6)
     """Draw the positions that a step fills from the softmax of their confidences at
-    this temperature (Dream). For the same policies, without a rule of parallel
+    this temperature. For the same policies, without a rule of parallel
     unmasking. 0: take the most confident."""
     edit_threshold: Annotated[
         float | None,
@@ -86,10 +86,10 @@ class PolicyOptions(OptionGroup):
             needs_decided=True,
         ),
     ] = Field(default=None, ge=0, le=1)
-    """Token editing (LLaDA2.1): each step also replaces decided tokens of the running
-    block for which it predicts another token with a probability above this. A block
-    then ends once a step that began without masks edits nothing. 1: no token is
-    replaced. For models with attention by blocks."""
+    """Token editing (LLaDA2.1, arXiv 2602.08676): each step also replaces decided
+    tokens of the running block for which it predicts another token with a probability
+    above this. A block then ends once a step that began without masks edits nothing. 1:
+    no token is replaced. For models with attention by blocks."""
     max_post_steps: Annotated[int | None, Facts(default_by="checkpoint")] = Field(
         default=None, ge=0, le=MOST_TOKENS
     )
@@ -308,7 +308,7 @@ def _rule(
             value = slow_fast.fast_threshold
         if kind == "entropy_threshold" and family.strict_entropy_threshold:
             kind = "strict_entropy_threshold"
-        # As SDAR's and LLaDA2's code.
+        # As the authors' code.
         exceeds = family.attention == "block_causal" and family.whole_blocks
         if kind == "threshold" and (exceeds or exceeds_threshold):
             kind = "exceeded_threshold"

@@ -21,8 +21,7 @@ THRESHOLD = UnmaskingRule(
     else_counted=True,
     tuned=(0.95, 0.9, 0.8, 0.65),
 )
-"""Fast-dLLM's (arXiv 2505.22618). Its Dream sampler ignores a threshold with most
-policies.
+"""Fast-dLLM's (arXiv 2505.22618).
 """
 EXCEEDED_THRESHOLD = UnmaskingRule(
     "probability", _SELECTION + "above", else_counted=True
@@ -52,13 +51,12 @@ ENTROPY_BUDGET = UnmaskingRule(
     "entropy",
     _SELECTION + "within_budget",
     _Nats,
-    "Parallel unmasking (SDAR): fill the lowest-entropy positions while their total, "
-    "including the last one, stays below this budget (in nats). For the policies "
-    "``entropy`` and ``low_entropy``.",
+    "Parallel unmasking (SDAR, arXiv 2510.06303): fill the lowest-entropy positions "
+    "while their total, including the last one, stays below this budget (in nats). For "
+    "the policies ``entropy`` and ``low_entropy``.",
     least_by_schedule=False,
     tuned=(0.1, 0.35, 1.0),
 )
-"""SDAR's (arXiv 2510.06303)."""
 MARGIN = UnmaskingRule(
     "margin",
     _SELECTION + "at_least",
@@ -72,15 +70,15 @@ ENTROPY_THRESHOLD = UnmaskingRule(
     _SELECTION + "entropy_at_most",
     _Nats,
     "Parallel unmasking (d3LLM): fill every position whose entropy is at most this (in "
-    "nats; Dream: below it). For the policy ``low_entropy``.",
+    "nats; in some families below it). For the policy ``low_entropy``.",
     untempered=True,
     tuned=(0.2, 0.5, 1.0),
 )
-"""d3LLM's (arXiv 2601.07568), for LLaDA."""
+"""d3LLM's (arXiv 2601.07568)."""
 STRICT_ENTROPY_THRESHOLD = UnmaskingRule(
     "entropy", _SELECTION + "entropy_below", untempered=True, may_pass_none=True
 )
-"""d3LLM's for Dream, in place of ``entropy_threshold``."""
+"""d3LLM's for some families, in place of ``entropy_threshold``."""
 
 
 def _checked_slow_fast(value: Any) -> Any:

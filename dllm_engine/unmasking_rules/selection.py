@@ -20,12 +20,12 @@ def above(ordered: torch.Tensor, value: Value) -> torch.Tensor:
 
 
 def entropy_at_most(ordered: torch.Tensor, value: Value) -> torch.Tensor:
-    """d3LLM for LLaDA: those of an entropy of at most ``value``."""
+    """d3LLM: those of an entropy of at most ``value``."""
     return ordered >= -value
 
 
 def entropy_below(ordered: torch.Tensor, value: Value) -> torch.Tensor:
-    """d3LLM for Dream: those of an entropy below ``value``."""
+    """d3LLM for some families: those of an entropy below ``value``."""
     return ordered > -value
 
 

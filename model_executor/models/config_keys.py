@@ -362,7 +362,7 @@ class SoftmaxExpertKeys(TransformersKeys):
 
 
 class Qwen3ExpertKeys(DenseKeys):
-    """Experts by Qwen3-MoE's keys."""
+    """Experts by transformers' keys of a sparse MLP in some layers."""
 
     num_experts: Size = 128
     num_experts_per_tok: Size = 8

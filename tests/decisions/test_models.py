@@ -21,8 +21,15 @@ from tests.support.random_decisions import (
     random_decision,
 )
 
-FULL = ["llada", "dream", "llada_moe", "illada"]
-BY_BLOCKS = ["sdar", "sdar_moe", "dream_reasoner", "stable_diffcoder", "llada2"]
+FULL = ["llada", "dream", "llada_moe", "illada", "a2d", "open_dcoder"]
+BY_BLOCKS = [
+    "sdar",
+    "sdar_moe",
+    "dream_reasoner",
+    "stable_diffcoder",
+    "llada2",
+    "a2d_bd3lm",
+]
 NUM_CASES = 56
 
 
@@ -73,9 +80,9 @@ def test_probabilities(engines, request, family, method):
             if model.block_length and model.whole_blocks
             else 0
         )
-        logits = model.predictions(prompt + response + [model.mask] * behind)[
-            len(prompt) : length
-        ]
+        lead = -len(prompt) % model.block_length if model.counts_back else 0
+        canvas = prompt + response + [model.mask] * behind
+        logits = model.predictions(canvas, lead)[len(prompt) : length]
         plain = decide(
             fields,
             literals,

@@ -12,7 +12,7 @@ from dllm_engine.cli.engine import DECODING, add_decoding_arguments, given
 from dllm_engine.decoding.spec import Guidance
 from dllm_engine.decoding.unmasking_policies import SlowFast
 from dllm_engine.demo import DEMO_MODELS
-from dllm_engine.families import DREAM, LLADA
+from dllm_engine.families import DREAM, FAMILIES, LLADA
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
 from dllm_engine.request_options.defaults import check_request_defaults
@@ -213,6 +213,15 @@ BLOCKS = {"block_add_threshold": 0.2, "ignore_eos": True}
 def test_what_a_request_cannot_have_is_named(asked, message):
     with pytest.raises(InvalidRequestError, match=message):
         resolved({"block_length": 4}, gen_length=16, **asked)
+
+
+def test_steps_for_fewer_than_all_parts_of_blocks_are_refused():
+    family = FAMILIES["Fast_dLLM_QwenForCausalLM"]
+    message = "each of the 8 parts of 2 tokens needs at least one; raise steps or sub_"
+    with pytest.raises(InvalidRequestError, match=message):
+        resolved(
+            {"block_length": 4, "sub_block_length": 2}, family, gen_length=16, steps=5
+        )
 
 
 @pytest.mark.parametrize(

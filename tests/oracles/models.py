@@ -379,11 +379,11 @@ class PlainModel:
             x = x + self.mlp(layer, x)
         return self.predict(x)
 
-    def predictions(self, ids: list[int]) -> torch.Tensor:
+    def predictions(self, ids: list[int], lead: int = 0) -> torch.Tensor:
         """Logits that predict each position: Dream's come from the position before (its
-        first from itself).
+        first from itself). ``lead``: what the first block lacks.
         """
-        raw = self.logits(ids)
+        raw = self.logits(ids, lead=lead)
         return torch.cat([raw[:1], raw[:-1]]) if self.shifts else raw
 
     def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -206,7 +206,9 @@ def own_options(
     if model == "tiny_fast_dllm_v2":
         length = asked["block_length"]
         parts = [n for n in range(1, length + 1) if length % n == 0]
-        return asked | {"sub_block_length": draw.choice(parts)}
+        # `steps` were drawn for blocks; parts need one each.
+        kept = {name: value for name, value in asked.items() if name != "steps"}
+        return kept | {"sub_block_length": draw.choice(parts)}
     if model != "tiny_nemotron_labs":
         return asked
     decoding = draw.choice(["autoregressive", "self_speculation"])

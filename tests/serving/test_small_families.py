@@ -1,14 +1,17 @@
-"""The families of smaller models, and Nemotron's, over every route and with what
-routes take; in this process.
+"""Every family over the routes of decisions and editors; the families of smaller models,
+and Nemotron's, over every other route and with what routes take; in this process.
 """
 
 import json
+from typing import Any
 
 import pytest
 
+from dllm_engine import Questions
 from tests.support import tiny_checkpoints
 from tests.support.byte_level_tokenizers import TALE, train_tokenizer
-from tests.support.http_app import served
+from tests.support.http_app import refusal, served
+from tests.support.random_decisions import listed
 
 FAMILIES = {
     "a2d": {},
@@ -25,6 +28,19 @@ TEMPLATE = (
     "{% if enable_thinking is defined and enable_thinking is false %}Hush.{% endif %}"
 )
 CHAT = [{"role": "user", "content": "There once was"}]
+EDITORS = {
+    "/v1/completions": {"prompt": "There", "suffix": "was", "max_tokens": 4},
+    "/v1/fim/completions": {"prompt": "There", "suffix": "was", "max_tokens": 4},
+    "/infill": {"input_prefix": "There", "input_suffix": "was", "n_predict": 4},
+}
+"""Bodies of a completion at a cursor, by route."""
+CHOICE = {
+    "type": "choice",
+    "instructions": "Which word is there?",
+    "choices": [{"value": "once"}, {"value": "tale"}],
+}
+PREDICATE = {"type": "predicate", "instructions": "There was a tale."}
+NOUL = {"type": "noul", "instructions": "There was a tale."}
 DIGITS = {"structured_outputs": {"regex": "[0-9]{3}"}}
 
 
@@ -38,7 +54,9 @@ def small(engines, tmp_path_factory):
         if not folder.exists():
             tokenizer = train_tokenizer(TALE, 400, "<|end|>")
             tokenizer.chat_template = TEMPLATE
-            tiny_checkpoints.write(family, folder, vocab_size=420)
+            size = "embedding_size" if family == "llada" else "vocab_size"
+            sizes: dict[str, Any] = {size: 420}
+            tiny_checkpoints.write(family, folder, **sizes)
             tokenizer.save_pretrained(folder)
         llm = engines(folder, skip_tokenizer_init=False)
         return llm, served(llm, "--served-model-name", "m", "--enable-scale-out")
@@ -106,14 +124,59 @@ def test_structured_output(small, name):
         assert content.isdecimal()
 
 
-@pytest.mark.parametrize("name", ["a2d", "a2d_bd3lm", "open_dcoder", "fast_dllm_v2"])
+@pytest.mark.parametrize("name", tiny_checkpoints.CONFIGS)
 def test_filling_in_where_attention_reaches_what_follows(small, name):
-    _, client = small(name)
-    body = {"model": "m", "prompt": "There", "suffix": "was", "max_tokens": 4}
-    answer = client.post("/v1/completions", json=body)
-    sees_all = name in ("a2d", "open_dcoder")
-    assert answer.status_code == (200 if sees_all else 400), answer.text
-    assert sees_all or "cannot fill in before a suffix" in answer.text
+    llm, client = small(name)
+    answers = [
+        client.post(route, json={"model": "m", **body})
+        for route, body in EDITORS.items()
+    ]
+    if llm.model_config.hf_config.family.attention == "full":
+        assert [answer.status_code for answer in answers] == [200] * 3, answers[0].text
+        completion, fim, infill = (answer.json() for answer in answers)
+        assert completion["choices"][0]["text"] == fim["choices"][0]["text"]
+        assert infill["content"] == fim["choices"][0]["text"]
+        return
+    for answer in answers:
+        assert "cannot fill in before a suffix" in refusal(answer)
+
+
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("name", tiny_checkpoints.CONFIGS)
+def test_decisions_are_those_of_python_or_refused(small, name, joint):
+    llm, client = small(name)
+    family = llm.model_config.hf_config.family
+    text = "There once was a tale."
+    asked = {"input": text, "questions": [CHOICE, PREDICATE], "joint": joint}
+    word = {"type": "object", "properties": {"word": {"enum": ["tale", "once"]}}}
+    answers = [
+        client.post("/v1/decisions", json={"model": "m", **asked}),
+        client.post(
+            "/v1/systemone",
+            json={"model": "m", "state": text, "questions": {"has": NOUL}},
+        ),
+        client.post(
+            "/v1/decisions", json={"model": "m", "prompt": text, "fields": word}
+        ),
+    ]
+    if family.seeds_blocks:
+        for answer in answers:
+            assert answer.status_code in (400, 422), answer.text
+            assert f"decisions of {family.name} are not supported" in answer.text
+        return
+    assert [answer.status_code for answer in answers] == [200] * 3, answers[2].text
+    (own,) = llm.decide(text, Questions([CHOICE, PREDICATE], joint))
+    choice, predicate = answers[0].json()["answers"]
+    shares = [each["probability"] for each in choice["probabilities"]]
+    assert shares == pytest.approx([*own[0].probabilities], abs=1e-4)
+    assert predicate["probability"] == pytest.approx(own[1].probabilities[0], abs=1e-4)
+    noul = answers[1].json()["answers"]["has"]["noul"]
+    assert joint or noul == pytest.approx(predicate["probability"], abs=1e-4)
+    (decision,) = llm.decide(text, {"word": ["tale", "once"]})
+    read = {
+        each["value"]: each["probability"] for each in decision.distributions["word"]
+    }
+    assert listed(answers[2].json()["fields"]["word"]) == pytest.approx(read, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", ["a2d", "a2d_bd3lm", "nemotron_labs"])

@@ -18,12 +18,12 @@ class BlockOptions(CacheOptions):
     sub_block_cache: bool = False
     """Also keep the running block as it was last computed. A step then computes one of
     its ``sub_block_length`` parts alone, except while the first position of the part is
-    masked (Fast-dLLM v2). An approximation."""
+    masked. An approximation (Fast-dLLM v2, arXiv 2509.26328)."""
 
     draft_lora: str | None = None
     """Folder in the checkpoint with a LoRA adapter that drafts of self-speculation are
-    computed with, such as ``linear_spec_lora`` (Nemotron-Labs-Diffusion). Texts are the
-    same with it and without."""
+    computed with, such as ``linear_spec_lora``. Texts are the same with it and
+    without."""
 
     @property
     def keeps_running_block(self) -> bool:

@@ -55,8 +55,8 @@ def _schedule(
     spec: DecodingSpec, progress: Progress, delay: int
 ) -> list[tuple[int, int, int]]:
     """Per prompt and finished block: its end, the forward pass in which it begins to
-    wait, and the pass that keeps it, counted from 1. In LLaDA a block waits once the
-    block before it is kept, in Dream at once."""
+    wait, and the pass that keeps it, counted from 1. A block waits once the block
+    before it is kept; with shifted logits at once."""
     kept_before = max(1, delay)
     schedule = [(spec.layout.prompt_length, 0, kept_before)]
     for block, completed_at in enumerate(progress.completed_at):

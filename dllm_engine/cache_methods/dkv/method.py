@@ -21,7 +21,6 @@ from dllm_engine.decoding.step_plan import RefreshState, Scope, StepPlan
 class DKVOptions(CacheOptions):
     """Options of ``dkv`` (dKV-Cache-Decode, arXiv 2505.15781)."""
 
-    # The authors' interval for Dream is half of LLaDA's.
     paper_settings: ClassVar[PaperSettings] = {
         "LLaDA": {"": {"refresh_interval": 8}},
         "Dream": {"": {"refresh_interval": 4}},
@@ -46,8 +45,9 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     """Recompute the canvas every ``refresh_interval`` steps; between, the masked rows
     and those just decoded.
 
-    LLaDA recomputes all in a window's first two steps, because the second is the first
-    in which a decoded token's own K/V could be kept; Dream in the first alone.
+    All is recomputed in a window's first two steps, because the second is the first in
+    which a decoded token's own K/V could be kept; with shifted logits in the first
+    alone.
     """
     options = DKVOptions.of(spec)
     whole = progress.step % options.refresh_interval == 0 or (

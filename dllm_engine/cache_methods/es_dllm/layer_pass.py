@@ -461,8 +461,8 @@ class EarlySkipPass(LayerPass):
         confidences = statistics.probability
         canvas = self.batch.canvases[index]
         if statistics.held_back is not None and not canvas.spec.layout.shifts_logits:
-            # As in the authors' code: LLaDA forgets how confident an end token was that
-            # came too early, Dream does not.
+            # As in the authors' code: how confident an end token was that came too
+            # early is forgotten, but not with shifted logits.
             confidences = confidences.masked_fill(statistics.held_back, 0.0)
         written = required(statistics.written)
         last: torch.Tensor = canvas.own.last
