@@ -251,12 +251,13 @@ def draw(rows: Sequence[Row], path: Path | None) -> None:
     figure = Figure(figsize=(11, 3.4), dpi=120, layout="constrained")
     panels = figure.subplots(1, len(KINDS), sharey=True)
     for axes, kind in zip(panels, KINDS, strict=True):
-        axes.set(title=kind, ylim=(0, 103))
+        axes.set(title=kind, ylim=(0, 103), xlabel="anchor_tokens")
         axes.grid(alpha=0.3)
         for method in dict.fromkeys(row.method for row in rows):
             own = [row for row in rows if (row.task, row.method) == (kind, method)]
             scores = [100 * row.result.score for row in own]
-            axes.plot([row.unmasking for row in own], scores, "o-", label=method)
+            anchors = [row.unmasking.removeprefix("anchors ") for row in own]
+            axes.plot(anchors, scores, "o-", label=method)
     panels[0].set_ylabel("exact match (%)")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper")
     figure.savefig(path)
