@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from dllm_engine.decoding.canvas_layout import Span
 from dllm_engine.decoding.page_layout import PageKind
+from dllm_engine.decoding.step_plan import StepPlan
 from dllm_engine.kernels.paged_attention import PagedTokens
 from dllm_engine.kernels.pages import feature_rows
 from dllm_engine.model_executor.page_memory import PageMemory, PageView
@@ -171,14 +172,6 @@ class TokenTables(BatchTables, KVTables):
         """
         BatchTables.__init__(self, batch, kind)
         device, first_read = batch.device, None
-        reads = head_len or [plan.read for plan in batch.plans]
-        for read, num_pages in zip(reads, self.num_pages, strict=True):
-            if read > num_pages * pages.page_size:
-                raise ValueError(
-                    f"a step reads {read} tokens, and the pages of its request have "
-                    f"room for {num_pages * pages.page_size}; the cache method's "
-                    f"`pages` must tell how many it needs"
-                )
         if head_len is None:
             firsts = [plan.num_anchored for plan in batch.plans]
             head_len = [plan.read - plan.num_anchored for plan in batch.plans]
@@ -194,6 +187,19 @@ class TokenTables(BatchTables, KVTables):
         )
         self.requests = batch.requests
         self.positions = batch.positions
+
+    def check_room(self, plans: Sequence[StepPlan]) -> None:
+        """Raise ``ValueError`` for a plan that reads more than the pages of its request
+        hold: behind them a table has a page that is another's.
+        """
+        for plan, num_pages in zip(plans, self.num_pages, strict=True):
+            room = num_pages * self.pages.page_size
+            if plan.read > room:
+                raise ValueError(
+                    f"a step reads {plan.read} tokens, and the pages of its request "
+                    f"have room for {room}; the cache method's `pages` must tell how "
+                    f"many it needs"
+                )
 
     def row_slots(self) -> torch.Tensor:
         """Physical slots ``[num_layers, num_rows, num_kv_heads]``."""

@@ -67,6 +67,7 @@ class OverwritePass(PagedPass):
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         reads = [plan.read for plan in batch.plans]
         self.batch, tokens = batch, TokenTables(batch, pages, head_len=reads)
+        tokens.check_room(batch.plans)
         # Where all that is read is computed, the pages would give back what was just
         # computed.
         rows = batch.split_rows(
@@ -101,6 +102,7 @@ class AddingPass(PagedPass):
         reading, adding = reading or kinds, adding or kinds
         self.batch = batch
         self.reading = tokens = TokenTables(batch, pages, reading)
+        tokens.check_room(batch.plans)
         super().__init__(
             tokens, batch.split_rows([not plan.read for plan in batch.plans])
         )
