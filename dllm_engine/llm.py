@@ -209,27 +209,29 @@ class LLM(vllm.LLM):
         found = self._opened(prompts, read, params)
         ranked = self._ranked_lengths(found, params.n)
         tried = [
-            (number, lengths)
+            (number, rank, lengths)
             for number, each in enumerate(found)
-            for lengths in each.template.choices(ranked[number], params.n)
+            for rank, lengths in enumerate(
+                each.template.choices(ranked[number], params.n)
+            )
         ]
         requests = []
-        for number, lengths in tried:
+        for number, rank, lengths in tried:
             request = params.clone()
             if len(ranked[number]) == 1:  # the responses differ by their lengths
                 request.n = 1
             template = found[number].template.filled(lengths)
             request.response_template = template
             request.return_given = False
-            found[number].edges.put(request, template)
+            found[number].put(request, template, rank=rank)
             requests.append(request)
         asked = [
             {"prompt_token_ids": each.prompt, "prompt": prompt} if each.cuts else prompt
             for prompt, each in zip(prompts, found, strict=True)
         ]
-        outputs = self._filled([asked[number] for number, _ in tried], requests)
+        outputs = self._filled([asked[number] for number, _, _ in tried], requests)
         merged: dict[int, vllm.RequestOutput] = {}
-        for (number, lengths), request, output in zip(
+        for (number, _, lengths), request, output in zip(
             tried, requests, outputs, strict=True
         ):
             for completion in output.outputs:

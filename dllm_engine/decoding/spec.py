@@ -107,8 +107,9 @@ class TokenBias:
     """The number of all other tokens."""
 
     @classmethod
-    def barring(cls, tokens: Iterable[int], stop: int) -> "TokenBias":
-        return cls(stop, tuple((token, -math.inf) for token in sorted(tokens)))
+    def barring(cls, tokens: Iterable[int], stop: int, start: int = 0) -> "TokenBias":
+        values = tuple((token, -math.inf) for token in sorted(tokens))
+        return cls(stop, values, start)
 
     @classmethod
     def only(cls, tokens: Iterable[int], position: int) -> "TokenBias":

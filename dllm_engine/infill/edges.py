@@ -14,9 +14,10 @@ import json
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import takewhile
 from typing import Any, Self
 
 from vllm.outputs import CompletionOutput
@@ -33,6 +34,8 @@ _MOST_OPENED = 4
 """Tokens before a hole that are opened together."""
 _MOST_COMPARED = 64
 """Tokens that may begin with their text."""
+_MOST_REPEATED = 24
+"""Characters behind a hole that its end must not repeat."""
 _BEFORE, _MASKS = 256, 4
 """Given tokens, and masks behind them, that the comparison sees."""
 
@@ -49,11 +52,15 @@ class Vocabulary:
             for name, token in tokenizer.get_vocab().items()
             if token not in special
         }
+        self._tokens = {name: token for token, name in self.names.items()}
         self._forwards = sorted((name, token) for token, name in self.names.items())
         self._backwards = sorted((name[::-1], i) for i, name in self.names.items())
 
     def beginning_with(self, name: str) -> list[int]:
         return _between(self._forwards, name)
+
+    def named(self, names: Iterable[str]) -> list[int]:
+        return [self._tokens[name] for name in names if name in self._tokens]
 
     def ending_with(self, name: str) -> list[int]:
         return _between(self._backwards, name[::-1])
@@ -65,6 +72,12 @@ def _between(entries: list[tuple[str, int]], name: str) -> list[int]:
 
 
 vocabulary_of = lru_cache(maxsize=4)(Vocabulary)
+
+
+def _is_word(name: str) -> bool:
+    """Return True for what no text has twice without a space: a letter and more. A
+    bracket, a digit or a letter may well stand there twice."""
+    return len(name) > 1 and re.search("[A-Za-z]", name) is not None
 
 
 @dataclass(frozen=True)
@@ -101,6 +114,14 @@ class Edges:
         return 1 if self.both else self.count
 
     @property
+    def names(self) -> tuple[str, str]:
+        """The names of both."""
+        return (
+            self.before.name if self.before else "",
+            self.behind.name if self.behind else "",
+        )
+
+    @property
     def texts(self) -> tuple[str, str]:
         """The texts of both, which are given."""
         return (
@@ -113,13 +134,8 @@ class Edges:
         before, behind = self.texts
         return text[len(before) :].removesuffix(behind)
 
-    def put(self, params: SamplingParams, template: Sequence[int | None]) -> None:
-        """Put what the hole of a response's template may begin and end with into
-        parameters.
-        """
-        if not self.count:
-            return
-        first, length = template.index(None), template.count(None)
+    def allowed(self, first: int, length: int) -> dict[int, tuple[int, ...]]:
+        """What a hole may begin and end with, by the place in its template."""
         allowed: dict[int, tuple[int, ...]] = {}
         if self.before is not None:
             allowed[first] = self.before.tokens
@@ -127,9 +143,7 @@ class Edges:
             allowed[first + length - 1] = self.behind.tokens
         if self.count > 1 and length == 1:
             allowed[first] = self.both
-        carried = {"allowed": [*allowed.items()], "texts": self.texts}
-        packed = json.dumps(carried).encode()
-        params.extra_args = {**(params.extra_args or {}), HOLE_EDGES: packed}
+        return allowed
 
 
 @dataclass(frozen=True)
@@ -141,6 +155,63 @@ class Opened:
     edges: Edges = Edges()
     cuts: bool = False
     """The prompt lacks its last tokens."""
+    vocabulary: Vocabulary | None = None
+    """Of the tokenizer, if its only hole is one whose end is free."""
+
+    def put(
+        self, params: SamplingParams, template: Sequence[int | None], *, rank: int
+    ) -> None:
+        """Put what the hole of a response may begin and end with into parameters.
+
+        ``rank``: of the length among those of the hole, the best is 0.
+        """
+        if self.vocabulary is None or None not in template:
+            return
+        first, length = template.index(None), template.count(None)
+        allowed, end = self.edges.allowed(first, length), first + length
+        barred = self._repeating(template[end:], first, end, is_first=rank == 0)
+        for place in allowed.keys() & barred.keys():
+            others = [i for i in allowed[place] if i not in barred[place]]
+            allowed[place] = tuple(others) or allowed[place]
+            del barred[place]
+        carried = {
+            "allowed": [*allowed.items()],
+            "barred": [(place, sorted(tokens)) for place, tokens in barred.items()],
+            "texts": self.edges.texts,
+        }
+        packed = json.dumps(carried).encode()
+        params.extra_args = {**(params.extra_args or {}), HOLE_EDGES: packed}
+
+    def _repeating(
+        self, behind: Sequence[int | None], first: int, end: int, *, is_first: bool
+    ) -> dict[int, set[int]]:
+        """By place, tokens that would let a hole end with the begin of the text behind
+        it. The best length may have a bracket or a digit there twice.
+        """
+        vocabulary, (before, last) = self.vocabulary, self.edges.names
+        assert vocabulary is not None
+        names = [vocabulary.names.get(token, "") for token in behind[:_MOST_REPEATED]]
+        text = last + "".join(takewhile(bool, names))
+        begins = [text[: size + 1] for size in range(min(len(text), _MOST_REPEATED))]
+        inside = {begin[i:] for begin in begins for i in range(len(begin))}
+        if is_first:
+            begins = [begin for begin in begins if _is_word(begin)]
+        barred = {}
+        for place, edge in {end - 1: last, end - 1 - bool(last): ""}.items():
+            if place < first:
+                continue
+            opened = len(edge) + (len(before) if place == first else 0)
+            tokens = {
+                token
+                for begin in begins
+                for token in vocabulary.ending_with(begin + edge)
+                if len(vocabulary.names[token]) >= len(begin) + opened
+            }
+            if not is_first and place > first and not edge:
+                tokens.update(vocabulary.named(inside))
+            if tokens:
+                barred[place] = tokens
+        return barred
 
     def sizes(self, prompt_length: int, budget: int, max_model_len: int) -> range:
         """Lengths of an open hole in which ``budget`` tokens may be new."""
@@ -201,8 +272,11 @@ def openings(
     """
     parts = list(template.parts)
     num_holes = sum(not isinstance(part, list) for part in parts)
-    if num_holes != 1 or None not in parts or stops is None:
+    if num_holes != 1 or not template.open_holes or stops is None:
         return [Opened(prompt, template)]
+    vocabulary = vocabulary_of(tokenizer)
+    if None not in parts:
+        return [Opened(prompt, template, vocabulary=vocabulary)]
     place = parts.index(None)
     last = None
     behind = parts[place + 1] if place + 1 < len(parts) else None
@@ -220,11 +294,11 @@ def openings(
         edges = Edges(first, last, both)
         if place:
             template = Template((*parts[: place - 1], kept, *parts[place:]))
-            ways.append(Opened(prompt, template, edges))
+            ways.append(Opened(prompt, template, edges, vocabulary=vocabulary))
         else:
             shorter = prompt if in_chat else kept
             template = Template(tuple(parts))
-            ways.append(Opened(shorter, template, edges, cuts=first is not None))
+            ways.append(Opened(shorter, template, edges, first is not None, vocabulary))
     return ways if ways[0].edges.before else ways[1:]
 
 

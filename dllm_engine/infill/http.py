@@ -96,7 +96,7 @@ class HoleLengths(NamedTuple):
         lengths = [each[min(self.rank, len(each) - 1)] for each in ranked]
         template = opened.template.filled(lengths)
         self._fill(params, template)
-        opened.edges.put(params, template)
+        opened.put(params, template, rank=self.rank)
         return Settled(
             opened.prompt,
             is_empty=None not in template,

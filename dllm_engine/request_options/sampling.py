@@ -67,8 +67,12 @@ def resolve_sampling(
 
 
 def _edge_biases(edges: bytes | None, layout: CanvasLayout) -> Iterator[TokenBias]:
-    for place, tokens in json.loads(edges)["allowed"] if edges else ():
+    carried = json.loads(edges) if edges else {"allowed": (), "barred": ()}
+    for place, tokens in carried["allowed"]:
         yield TokenBias.only(tokens, layout.prompt_length + place)
+    for place, tokens in carried["barred"]:
+        start = layout.prompt_length + place
+        yield TokenBias.barring(tokens, start + 1, start)
 
 
 def check_num_responses(n: int, temperature: float) -> None:

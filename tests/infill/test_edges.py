@@ -1,5 +1,6 @@
 """Words that a cursor has cut."""
 
+import json
 from typing import Any
 
 import pytest
@@ -123,3 +124,43 @@ def test_a_given_length_opens_nothing(demo):
     (output,) = demo.infill(QUESTION + " Os", " Accra", DiffusionParams(gen_length=2))
     assert len(output.outputs[0].token_ids) == 2
     assert output.prompt == QUESTION + " Os"
+
+
+@pytest.mark.parametrize(
+    ("prefix", "suffix", "is_first", "barred", "free"),
+    [
+        ("a (", ", Max=31", True, (), (",", "1", "Max")),
+        ("a (", ", Max=31", False, (",", "="), ("(", "Tom")),
+        ("x: ", "Max=31", True, (" Max",), (" ",)),
+    ],
+)
+def test_a_hole_does_not_end_with_the_begin_of_what_is_behind_it(
+    demo, prefix, suffix, is_first, barred, free
+):
+    tokenizer = demo.get_tokenizer()
+    vocabulary = vocabulary_of(tokenizer)
+    template = Template((None, tokens_of(tokenizer, suffix)))
+    prompt = tokens_of(tokenizer, prefix)
+    opened = openings(prompt, template, tokenizer, [], in_chat=False)[-1]
+    length = 3 if opened.edges.before is None else opened.edges.count
+    params = DiffusionParams().to_sampling_params()
+    opened.put(params, opened.template.filled([length]), rank=0 if is_first else 1)
+    carried = json.loads((params.extra_args or {})["hole_edges"])
+    shut = {token for _, tokens in carried["barred"] for token in tokens}
+    for place, tokens in carried["allowed"]:
+        if place == 0:
+            shut |= {*vocabulary.names} - {*tokens}
+    names = {tokenizer.decode([token]) for token in shut}
+    assert names.issuperset(barred)
+    assert names.isdisjoint(free)
+
+
+def test_no_other_response_repeats_what_is_behind_the_hole(demo, client):
+    prefix = "User: Tom=48. Ida=07. Max=31. Give: Tom, Ida, Max\nBot:"
+    suffix = ", Max=31"
+    body = {"model": "demo", "prompt": f"{prefix} Tom=48,", "suffix": suffix, "n": 5}
+    answer = client.post("/v1/completions", json=body).json()
+    first, *others = [choice["text"] for choice in answer["choices"]]
+    assert first == " Ida=07"
+    for text in others:
+        assert not any(text.endswith(suffix[:size]) for size in range(1, 9))
