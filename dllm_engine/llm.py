@@ -206,11 +206,11 @@ class LLM(vllm.LLM):
         params = _diffusion_params(params)
         tokenizer, max_model_len = self._tokenizer, self.model_config.max_model_len
         read = [tokenized(template, tokenizer, max_model_len) for template in templates]
-        found = self._opened(prompts, read, params)
-        ranked = self._ranked_lengths(found, params.n)
+        opened = self._opened(prompts, read, params)
+        ranked = self._ranked_lengths(opened, params.n)
         tried = [
             (number, rank, lengths)
-            for number, each in enumerate(found)
+            for number, each in enumerate(opened)
             for rank, lengths in enumerate(
                 each.template.choices(ranked[number], params.n)
             )
@@ -220,14 +220,14 @@ class LLM(vllm.LLM):
             request = params.clone()
             if len(ranked[number]) == 1:  # the responses differ by their lengths
                 request.n = 1
-            template = found[number].template.filled(lengths)
+            template = opened[number].template.filled(lengths)
             request.response_template = template
             request.return_given = False
-            found[number].put(request, template, rank=rank)
+            opened[number].put(request, template, rank=rank)
             requests.append(request)
         asked = [
             {"prompt_token_ids": each.prompt, "prompt": prompt} if each.cuts else prompt
-            for prompt, each in zip(prompts, found, strict=True)
+            for prompt, each in zip(prompts, opened, strict=True)
         ]
         outputs = self._filled([asked[number] for number, _, _ in tried], requests)
         merged: dict[int, vllm.RequestOutput] = {}
@@ -243,9 +243,9 @@ class LLM(vllm.LLM):
                         with_given=False,
                     )
                 )
-                edges = found[number].edges
+                edges = opened[number].edges
                 completion.text = edges.inside(completion.text)
-                sizes = found[number].template.hole_sizes(lengths)
+                sizes = opened[number].template.hole_sizes(lengths)
                 completion.holes = [
                     edges.inside(next(texts)) if size else "" for size in sizes
                 ]
@@ -281,7 +281,7 @@ class LLM(vllm.LLM):
         return result_of(self, chosen_openings(ways))
 
     def _ranked_lengths(
-        self, found: Sequence[Opened], count: int
+        self, opened: Sequence[Opened], count: int
     ) -> list[list[list[int]]]:
         """By prompt and open hole of its template, at least ``count`` lengths, the best
         first.
@@ -289,14 +289,14 @@ class LLM(vllm.LLM):
         limit = self.model_config.max_model_len
         mask = self.model_config.hf_config.mask_token_id
         holes = []
-        for each in found:
+        for each in opened:
             if each.template.open_holes:
                 sizes = each.sizes(len(each.prompt), DEFAULT_BUDGET, limit)
                 holes += each.template.holes(each.prompt, sizes, mask)
         if not holes:
-            return [[] for _ in found]
+            return [[] for _ in opened]
         remaining = iter(result_of(self, ranked_lengths(holes, count)))
-        return [[*islice(remaining, each.template.open_holes)] for each in found]
+        return [[*islice(remaining, each.template.open_holes)] for each in opened]
 
     def _filled(
         self, prompts: list[Any], requests: list[DiffusionParams]

@@ -131,8 +131,7 @@ class Edges:
 
     def inside(self, text: str) -> str:
         """The text of a whole hole without them."""
-        before, behind = self.texts
-        return text[len(before) :].removesuffix(behind)
+        return _inside(text, *self.texts)
 
     def allowed(self, first: int, length: int) -> dict[int, tuple[int, ...]]:
         """What a hole may begin and end with, by the place in its template."""
@@ -399,5 +398,8 @@ def without_edges(text: str, extra_args: dict[str, Any]) -> str:
     packed = extra_args.get(HOLE_EDGES)
     if packed is None:
         return text
-    before, behind = json.loads(packed)["texts"]
+    return _inside(text, *json.loads(packed)["texts"])
+
+
+def _inside(text: str, before: str, behind: str) -> str:
     return text[len(before) :].removesuffix(behind)
