@@ -146,10 +146,12 @@ async def answer_over_http(
     # each question has one option and none is asked.
     first = await prompt_of(rows[0].messages if rows else messages)
     places = asyncio.Semaphore(max(_POSITIONS_AT_ONCE // len(first), 1))
+    turn = asyncio.Lock()
 
     async def ask(number: int, row: Row) -> _RowResult:
         async with places:
-            prompt = await prompt_of(row.messages) if number else first
+            async with turn:  # other requests are read between two prompts
+                prompt = await prompt_of(row.messages) if number else first
             _check_length(len(prompt), row, engine.model_config.max_model_len)
             results = engine.generate(
                 {"prompt_token_ids": prompt}, row.params, f"{request_id}-{number}"
