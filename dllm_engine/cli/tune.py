@@ -35,7 +35,7 @@ from dllm_engine.evaluation.comparison import COLUMNS, Comparison, table
 from dllm_engine.evaluation.plots import draw_tradeoff, plot_beside
 from dllm_engine.options import EngineOptions
 
-LEAST_SHARED = 0.1
+LEAST_SHARED_PART = 0.1
 """Part of the prompts that begins others too, from which sharing pays."""
 
 
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
         "engine": engine,
     }
     methods = None if args.methods in (None, "all") else args.methods.split(",")
-    alike = tasks.shared_part >= LEAST_SHARED
+    alike = tasks.shared_part >= LEAST_SHARED_PART
     space = tuning.space_of(
         args.model, methods, _rules(args), decoding, begin_alike=alike
     )
