@@ -1,14 +1,15 @@
 """The positions that a step may fill: masked ones, and with token editing decided ones."""
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 import torch
 
-from dllm_engine.decoding.step_plan import may_fill
+from dllm_engine.decoding.canvas_layout import Span
+from dllm_engine.decoding.step_plan import StepPlan, may_fill
 from dllm_engine.model_executor.step_batch import StepBatch, ranges
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.logits import BiasedRows
@@ -17,25 +18,27 @@ from dllm_engine.model_executor.unmasking.statistics import (
     certainty_density,
 )
 
-ALONE, UNFINISHED = 1, 2
-"""Flags of candidates that no step of the batch may fill: predicted for the cache
-method alone; predicted by a row that left the pass early, so that the prediction means
-nothing."""
+ONLY_OBSERVED, UNFINISHED = 1, 2
+"""Flags of candidates that no step of the batch may fill: predicted for the layer pass,
+which observes them; predicted by a row that left the pass early, so that the prediction
+means nothing."""
 
 
 @dataclass
 class BatchCandidates:
-    """Positions that requests of a batch may fill, or predict for their cache method
-    alone, ascending by request and position."""
+    """Positions that requests of a batch may fill, or predict for the layer pass,
+    ascending by request and position."""
 
     batch: StepBatch
+    spans: Sequence[Span]
+    """By batch number: the span that the predicted positions of a request lie in."""
     members: Sequence[int]
     """Batch numbers of the requests with predictions."""
     columns: np.ndarray
     """On the host, int64 ``[6, num_candidates]``: of each the batch number of its
-    request; its index in the plan's span of candidates (positions that are predicted
-    only lie behind them); its canvas position; its index into the ``CanvasStore``; the
-    batch row that predicts it; and a sum of ``ALONE`` and ``UNFINISHED``."""
+    request; its index in its request's span (positions that are only observed come
+    last); its canvas position; its index into the ``CanvasStore``; the batch row that
+    predicts it; and a sum of ``ONLY_OBSERVED`` and ``UNFINISHED``."""
     table: torch.Tensor
     """The same on the device."""
 
@@ -50,17 +53,26 @@ class BatchCandidates:
         ) = self.table.unbind()
 
     @classmethod
-    def of(cls, batch: StepBatch) -> "BatchCandidates":
-        """Candidates of the plans whose rows are in the batch."""
+    def of(
+        cls, batch: StepBatch, observed: Callable[[StepPlan], Span | None]
+    ) -> "BatchCandidates":
+        """Candidates of the plans whose rows are in the batch. ``observed``: of the
+        layer pass.
+        """
         canvases, plans = batch.canvases, batch.plans
+        for_pass = [observed(plan) for plan in plans]
+        spans = [
+            plan.quota.candidates if span is None else span
+            for plan, span in zip(plans, for_pass, strict=True)
+        ]
         members = [
             i
-            for i, p in enumerate(plans)
-            if p.quota.predicts is not None or may_fill(p, canvases[i].spec)
+            for i, plan in enumerate(plans)
+            if for_pass[i] is not None or may_fill(plan, canvases[i].spec)
         ]
         parts = [np.empty(0, dtype=np.int64)]
         for i in members:
-            span = slice(*plans[i].quota.predicted)
+            span = slice(*spans[i])
             predicted = canvases[i].known[span] < 0
             edits = canvases[i].spec.unmasking.edit_threshold is not None
             if edits or plans[i].quota.verifies:
@@ -80,7 +92,7 @@ class BatchCandidates:
                 # The first position of a pass over a window alone has no row before it;
                 # with shifted logits the window's first step fills it.
                 plan.span.start if batch.computes(index, plan.span) else 0,
-                longest if plan.quota.predicts is None else plan.quota.candidates.size,
+                plan.quota.candidates.size,
                 plan.quota.verifies or canvas.spec.layout.shifts_logits,
             )
             for index, (plan, canvas) in enumerate(zip(plans, canvases, strict=True))
@@ -97,12 +109,12 @@ class BatchCandidates:
         )
         wanted = requests * longest + predicting
         rows = np.searchsorted(keys, wanted).clip(max=len(keys) - 1)
-        flags = (offsets >= num_fillable) * ALONE
+        flags = (offsets >= num_fillable) * ONLY_OBSERVED
         columns = np.stack(
             (requests, offsets, positions, positions + canvas_start, rows, flags)
         )
         columns = columns[:, keys[rows] == wanted]
-        return cls(batch, members, columns, on_device(columns, batch.device))
+        return cls(batch, spans, members, columns, on_device(columns, batch.device))
 
     def of_finished(
         self, finished: torch.Tensor, num_finished: Sequence[int]
@@ -164,7 +176,7 @@ class BatchCandidates:
     @property
     def width(self) -> int:
         """Upper bound of ``offsets``, exclusive."""
-        return max(self.batch.plans[i].quota.predicted.size for i in self.members)
+        return max(self.spans[i].size for i in self.members)
 
     @cached_property
     def certainty(self) -> torch.Tensor | None:

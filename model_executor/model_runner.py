@@ -373,7 +373,7 @@ class DiffusionModelRunner:
         requests again, one by one, would not compute the same.
         """
         batch, layer_pass = self._lay_out(plans)
-        groups = BatchCandidates.of(batch).by_settings()
+        groups = BatchCandidates.of(batch, layer_pass.observed).by_settings()
         steps: list[dict[str, StepPlan]] = []
         filled: list[list[Filled]] = []
         results: list[Results] = []

@@ -72,10 +72,6 @@ class UnmaskQuota:
     """
     observed: float | None = None
     """Report the farthest candidate of at least this confidence."""
-    predicts: Span | None = None
-    """Masked positions that are predicted; None: the candidates. The layer pass
-    observes those behind them.
-    """
     verifies: bool = False
     """True if the candidates are predicted by the rows before them, whatever the
     family, in the pass that keeps those rows: the first of a block, or drafts and the
@@ -101,10 +97,6 @@ class UnmaskQuota:
     def may_take_back(self) -> bool:
         """True if decided candidates may become masks again."""
         return self.left is not None or (self.verifies and self.candidates.size > 1)
-
-    @property
-    def predicted(self) -> Span:
-        return self.candidates if self.predicts is None else self.predicts
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from dllm_engine.decoding.step_plan import RefreshState
-from dllm_engine.model_executor.candidates import ALONE, BatchCandidates
+from dllm_engine.model_executor.candidates import ONLY_OBSERVED, BatchCandidates
 from dllm_engine.model_executor.canvas_store import SPARE
 from dllm_engine.model_executor.graphs.forward import (
     ForwardGraph,
@@ -61,7 +61,7 @@ class FillingGraph:
         self.hidden = torch.zeros(shape, dtype=rank.dtype, device=device)
         # What fills the graph up belongs to one more request.
         self.filler = torch.tensor(
-            [rank.max_num_seqs, 0, 0, SPARE, 0, ALONE], device=device
+            [rank.max_num_seqs, 0, 0, SPARE, 0, ONLY_OBSERVED], device=device
         )[:, None]
         self.no_position = self.filler[[0, 3]]
         self.inputs = FillInputs(

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from dllm_engine.decoding.canvas_layout import Span
 from dllm_engine.decoding.step_plan import StepPlan
 from dllm_engine.kernels.attention import (
     bidirectional_attention,
@@ -76,7 +77,9 @@ class LayerPass:
 
     repeats = Repeats.OTHER_WORK
     observe: Observe | None = None
-    """None: the pass observes no predictions."""
+    """None: the pass observes no predictions. Else it observes those of the candidates,
+    and of ``observed``.
+    """
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         """A pass over the rows of a batch."""
@@ -90,6 +93,13 @@ class LayerPass:
     def positions(plan: StepPlan, canvas: Canvas) -> np.ndarray:
         """The canvas positions of a plan's rows, ascending. They may depend on tokens."""
         return np.r_[: plan.num_anchored, slice(*plan.span)]
+
+    @staticmethod
+    def observed(plan: StepPlan) -> Span | None:
+        """Masked positions that are predicted for the pass, from the first candidate
+        on. Those that are no candidates are not filled. None: there are none.
+        """
+        return None
 
     def __call__(
         self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases

@@ -19,6 +19,7 @@ from vllm.distributed import (
 )
 
 from dllm_engine.cache_methods.d2_cache.method import D2CacheOptions
+from dllm_engine.decoding.canvas_layout import Span
 from dllm_engine.decoding.step_plan import RefreshState, StepPlan
 from dllm_engine.decoding.unmasking_policies import (
     WEIGHTED_MEASURES,
@@ -146,6 +147,10 @@ class RolloutPass(LayerPass):
         rows: np.ndarray = canvas.own.next_rows
         return rows
 
+    @staticmethod
+    def observed(plan: StepPlan) -> Span | None:
+        return None if plan.own is None else plan.own.span
+
     def graph_parts(self) -> GraphParts | None:
         if not self.graph_rows:
             return None
@@ -229,8 +234,7 @@ class RolloutPass(LayerPass):
         self, index: int, positions: torch.Tensor, statistics: TokenStatistics
     ) -> None:
         canvas = self.batch.canvases[index]
-        plan = self.batch.plans[index]
-        if plan.quota.predicts is not None:
+        if self.observed(self.batch.plans[index]) is not None:
             measure = canvas.spec.unmasking.policy.measures
             confidence = statistics.confidence(
                 measure if measure in WEIGHTED_MEASURES else "probability"

@@ -2,6 +2,7 @@
 confidence and attention.
 """
 
+from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import Field
@@ -48,6 +49,14 @@ class D2CacheOptions(CacheOptions):
         return "cache_method='d2_cache'"
 
 
+@dataclass(frozen=True)
+class Observed:
+    """A step whose predictions count as confidences."""
+
+    span: Span
+    """The masks in it are predicted, whether a step may fill them or not."""
+
+
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     """Compute the canvas once; from then on the rows that the pass before chose."""
     options = D2CacheOptions.of(spec)
@@ -67,8 +76,8 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
         # computed.
         plan.quota.candidates = plan.window
     if whole or options.confidence == "latest":
-        plan.quota.predicts = Span(
-            plan.quota.candidates.start, spec.layout.canvas_length
+        plan.own = Observed(
+            Span(plan.quota.candidates.start, spec.layout.canvas_length)
         )
     if not whole:
         plan.max_rows = _most_rows(options, spec, progress)
