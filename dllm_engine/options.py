@@ -17,7 +17,7 @@ from dllm_engine.decoding.page_layout import (
     head_dim_of,
     pages_for,
 )
-from dllm_engine.decoding.spec import CacheOptions
+from dllm_engine.decoding.spec import CacheOptions, DraftingOptions, EvictingOptions
 from dllm_engine.demo import DEMO_GUIDE_DIR, DEMO_MODEL
 from dllm_engine.families import ModelFamily
 from dllm_engine.text import choices, explain, shortened
@@ -308,7 +308,14 @@ class EngineOptions(BaseModel):
     @property
     def draft_lora(self) -> str | None:
         """Folder in the checkpoint with the adapter of drafts; None: they have none."""
-        return getattr(self.cache, "draft_lora", None)
+        cache = self.cache
+        return cache.draft_lora if isinstance(cache, DraftingOptions) else None
+
+    @property
+    def retention_ratio(self) -> float | None:
+        """The largest share that a request may retain; None: nothing is evicted."""
+        cache = self.cache
+        return cache.retention_ratio if isinstance(cache, EvictingOptions) else None
 
     def geometry(self, hf_config: Any, tensor_parallel_size: int) -> PoolGeometry:
         def on_rank(num_kv_heads: int) -> int:

@@ -3,7 +3,7 @@ pages that a request holds.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from dllm_engine.decoding.canvas_layout import Blocks, Span
@@ -39,18 +39,6 @@ class PassCost:
     num_runs: Callable[[DecodingSpec, StepPlan], int] = lambda spec, plan: 1
     """``num_runs(spec, plan)``: times that the rows of a step run through the layers,
     one after the other."""
-
-
-@dataclass(frozen=True)
-class UniformSampler:
-    """ES-dLLM's sampler: equally many tokens per step in every model family, ordered by
-    plain probability if greedy.
-    """
-
-    only_with_delay_eos: bool = False
-    """Only requests with ``delay_eos`` ask for it."""
-    exceeds_threshold: bool = False
-    """A ``threshold`` must be exceeded, not just reached."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +78,10 @@ class CacheMethod:
     """True if steps can leave out the beginning of a prompt that is in pages already
     (``share_prompts``)."""
     cost: PassCost = PassCost()
-    sampler: UniformSampler | None = None
-    """None: requests sample as the model family's code does."""
+    conventions: Callable[[ModelFamily, bool], ModelFamily] = lambda family, _: family
+    """``conventions(family, delay_eos)``: the family with the decoding conventions of
+    the method's authors, for a request with or without ``delay_eos``.
+    """
 
     def settings_for(
         self, model: str, family: ModelFamily
@@ -142,6 +132,18 @@ class CacheMethod:
 
 
 # What several methods plan and hold
+
+
+def with_uniform_sampler(family: ModelFamily) -> ModelFamily:
+    """The family with ES-dLLM's sampler: equally many tokens per step, ordered by plain
+    probability if greedy.
+    """
+    return replace(
+        family,
+        schedule="uniform",
+        default_unmasking="low_confidence",
+        filters_greedy=False,
+    )
 
 
 def plan_whole(spec: DecodingSpec, progress: Progress) -> StepPlan:

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from dllm_engine.decoding.canvas_layout import Blocks, CanvasLayout
 from dllm_engine.decoding.unmasking_policies import (
@@ -78,6 +78,23 @@ class CacheOptions(BaseModel):
     def refusal(self, spec: "DecodingSpec") -> str | None:
         """Reason why these options do not suit a request; None: they do."""
         return None
+
+
+class EvictingOptions(CacheOptions):
+    """Options of a method that retains a share of what it has computed. Requests may
+    lower it."""
+
+    retention_ratio: float = Field(default=1.0, ge=0, le=1)
+    """Share that is retained."""
+
+
+class DraftingOptions(CacheOptions):
+    """Options of a method that computes drafts of self-speculation."""
+
+    draft_lora: str | None = None
+    """Folder in the checkpoint with a LoRA adapter that drafts of self-speculation are
+    computed with, such as ``linear_spec_lora``. Texts are the same with it and
+    without."""
 
 
 @dataclass(frozen=True)

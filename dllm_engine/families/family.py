@@ -214,6 +214,10 @@ class ModelFamily:
     draft_rank: int | None = None
     """Rank of the released LoRA adapters that compute drafts; None: there are none.
     """
+    exceeds_threshold: bool = False
+    """True if a confidence of ``threshold`` itself is not enough."""
+    filters_greedy: bool = True
+    """True if ``top_p`` and ``top_k`` affect the confidences of greedy requests."""
     strict_entropy_threshold: bool = False
     """True if a position at exactly ``entropy_threshold`` does not pass, and no
     position may pass, as in d3LLM's code for Dream."""

@@ -60,7 +60,7 @@ def add_route(app: Any, options: EngineOptions, family: ModelFamily) -> None:
     ratio of a request, whether it may ask for a trace, and whether attention goes by
     blocks."""
     known = {
-        "retention-ratio": getattr(options.cache, "retention_ratio", None),
+        "retention-ratio": options.retention_ratio,
         "trace": options.trace and "true",
         "by-blocks": family.attention == "block_causal" and "true",
     }

@@ -23,7 +23,7 @@ def resolve_cache(options: CacheChanges, engine: EngineOptions) -> CacheOptions:
     wanted = options.retention_ratio
     if wanted is None:
         return engine.cache
-    allowed = getattr(engine.cache, "retention_ratio", None)
+    allowed = engine.retention_ratio
     if allowed is None:
         raise refused(
             f"retention_ratio={wanted}: cache_method={engine.cache_method!r} evicts "

@@ -4,7 +4,6 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dllm_engine.cache_methods.base import UniformSampler
 from dllm_engine.families import ModelFamily
 from dllm_engine.options import EngineOptions
 
@@ -24,9 +23,8 @@ class RequestContext:
     hf_config: Any
     """The model's config, with its tokens."""
     family: ModelFamily
+    """With the decoding conventions of the cache method."""
     engine: EngineOptions
-    sampler: UniformSampler | None = None
-    """The cache method's, where it has one for this request."""
 
 
 def refused(reason: str) -> ValueError:

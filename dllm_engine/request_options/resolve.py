@@ -64,7 +64,10 @@ def resolve_decoding(
         options, guidance = _generation(request, own)
     check_exclusions(options)
     layout = resolve_layout(request, own, options, decided)
-    request = _with_sampler(request, options)
+    conventions = engine.method.conventions
+    request = replace(
+        request, family=conventions(request.family, bool(options.delay_eos))
+    )
     unmasking = resolve_unmasking(request, own, options)
     check_attention(options, request.family)
     check_suffix(options, engine)
@@ -107,17 +110,6 @@ def _generation(
     return options.model_copy(update=dict.fromkeys(decided)), guidance
 
 
-def _with_sampler(request: RequestContext, options: RequestOptions) -> RequestContext:
-    """The request as the cache method samples it."""
-    sampler = request.engine.method.sampler
-    if sampler is None or (sampler.only_with_delay_eos and not options.delay_eos):
-        return request
-    family = replace(
-        request.family, schedule="uniform", default_unmasking="low_confidence"
-    )
-    return replace(request, family=family, sampler=sampler)
-
-
 def check_room(
     spec: DecodingSpec,
     engine: EngineOptions,
@@ -158,9 +150,7 @@ def check_room(
         and (demand := PageDemand(engine.method, geometry).most(spec)) > num_pages
     ):
         retain_less = (
-            "lower retention_ratio, "
-            if hasattr(engine.cache, "retention_ratio")
-            else ""
+            "lower retention_ratio, " if engine.retention_ratio is not None else ""
         )
         raise refused(
             f"the request needs {demand} pages ({geometry.num_layers} layers, "

@@ -48,7 +48,7 @@ def resolve_sampling(
     params = request.params
     top_p = params.top_p if options.top_p is None else options.top_p
     top_k = max(params.top_k if options.top_k is None else options.top_k, 0)
-    if request.sampler is not None and params.temperature == 0:
+    if params.temperature == 0 and not request.family.filters_greedy:
         top_p, top_k = 1.0, 0
     added = {
         token: number for token, number in (params.logit_bias or {}).items() if number

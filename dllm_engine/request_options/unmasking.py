@@ -166,12 +166,8 @@ class UnmaskingOptions(_RuleFields):
 def resolve_unmasking(
     request: RequestContext, own: UnmaskingOptions, options: UnmaskingOptions
 ) -> Unmasking:
-    family, sampler = request.family, request.sampler
-    policy, parallel = policy_and_rule(
-        options,
-        family,
-        exceeds_threshold=sampler is not None and sampler.exceeds_threshold,
-    )
+    family = request.family
+    policy, parallel = policy_and_rule(options, family)
     edits = options.edit_threshold is not None
     if not edits and own.max_post_steps is not None:
         raise refused(
@@ -193,18 +189,16 @@ def resolve_unmasking(
 
 
 def policy_and_rule(
-    options: UnmaskingOptions, family: ModelFamily, *, exceeds_threshold: bool = False
+    options: UnmaskingOptions, family: ModelFamily
 ) -> tuple[UnmaskingPolicy, ParallelRule | None]:
     """The request's unmasking policy and, with parallel unmasking, the rule that goes
-    with it; refuses what does not. ``exceeds_threshold``: a ``threshold`` must be
-    exceeded in every family.
-    """
+    with it; refuses what does not."""
     if options.unmasking is not None and options.unmasking not in UNMASKING_POLICIES:
         raise refused(
             f"unmasking={options.unmasking!r} is "
             f"unknown{choices(options.unmasking, UNMASKING_POLICIES)}"
         )
-    rule = _rule(options, family, exceeds_threshold)
+    rule = _rule(options, family)
     policy, rule = _suited(options, family, rule)
     _check_measures(options, policy)
     _check_decided(options, policy)
@@ -299,18 +293,16 @@ def check_taking_back(spec: DecodingSpec, engine: EngineOptions) -> None:
         )
 
 
-def _rule(
-    options: UnmaskingOptions, family: ModelFamily, exceeds_threshold: bool
-) -> ParallelRule | None:
-    """The rule that a request names, as its family or sampler has it."""
+def _rule(options: UnmaskingOptions, family: ModelFamily) -> ParallelRule | None:
+    """The rule that a request names, as its family has it."""
     for kind, value in options.rules.items():
         if (slow_fast := _slow_fast(options, family)) is not None:
             value = slow_fast.fast_threshold
         if kind == "entropy_threshold" and family.strict_entropy_threshold:
             kind = "strict_entropy_threshold"
         # As the authors' code.
-        exceeds = family.attention == "block_causal" and family.whole_blocks
-        if kind == "threshold" and (exceeds or exceeds_threshold):
+        by_blocks = family.attention == "block_causal" and family.whole_blocks
+        if kind == "threshold" and (by_blocks or family.exceeds_threshold):
             kind = "exceeded_threshold"
         return ParallelRule(kind, value)
     return None

@@ -195,7 +195,7 @@ def test_vllm_counts_the_pages_of_a_whole_request(engines, tiny_llada):
         ),
         (
             {"cache_method": "sparse", "page_size": 16},
-            r"cache_method='sparse' {'refresh': 'all', .*}: 127 pages of 16 tokens of one layer \(8.0KiB each, "
+            r"cache_method='sparse' {'retention_ratio': 0.5, .*}: 127 pages of 16 tokens of one layer \(8.0KiB each, "
             r"together 1016.0KiB\) retain 1,008 tokens of each of the 2 layers",
         ),
     ],

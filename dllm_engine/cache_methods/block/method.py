@@ -8,22 +8,17 @@ from dllm_engine.cache_methods.base import CacheMethod, hold_tokens
 from dllm_engine.cache_methods.finished_blocks import plan_blocks, shorten, tokens_kept
 from dllm_engine.decoding.canvas_layout import Blocks
 from dllm_engine.decoding.progress import Progress
-from dllm_engine.decoding.spec import CacheOptions, DecodingSpec
+from dllm_engine.decoding.spec import DecodingSpec, DraftingOptions
 from dllm_engine.decoding.step_plan import RefreshState, StepPlan
 
 
-class BlockOptions(CacheOptions):
+class BlockOptions(DraftingOptions):
     """Options of ``block``."""
 
     sub_block_cache: bool = False
     """Also keep the running block as it was last computed. A step then computes one of
     its ``sub_block_length`` parts alone, except while the first position of the part is
     masked. An approximation (Fast-dLLM v2, arXiv 2509.26328)."""
-
-    draft_lora: str | None = None
-    """Folder in the checkpoint with a LoRA adapter that drafts of self-speculation are
-    computed with, such as ``linear_spec_lora``. Texts are the same with it and
-    without."""
 
     @property
     def keeps_running_block(self) -> bool:

@@ -2,22 +2,27 @@
 leave the pass early.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import pairwise
 from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from dllm_engine.cache_methods.base import CacheMethod, UniformSampler, plan_on_canvas
+from dllm_engine.cache_methods.base import (
+    CacheMethod,
+    plan_on_canvas,
+    with_uniform_sampler,
+)
 from dllm_engine.decoding.canvas_layout import Blocks, Span
 from dllm_engine.decoding.page_layout import PageCounts, PageKind, PoolGeometry
 from dllm_engine.decoding.progress import Progress
-from dllm_engine.decoding.spec import CacheOptions, DecodingSpec, TunedValues
+from dllm_engine.decoding.spec import DecodingSpec, EvictingOptions, TunedValues
 from dllm_engine.decoding.step_plan import RefreshState, Scope, StepPlan
+from dllm_engine.families import ModelFamily
 
 
-class ESDLLMOptions(CacheOptions):
+class ESDLLMOptions(EvictingOptions):
     """Options of ``es_dllm`` (ES-dLLM, arXiv 2603.10088). Intervals count steps over
     the response, as if every block took a step per token."""
 
@@ -240,10 +245,14 @@ def hold_canvas_and_copy(
     return counts
 
 
+def _conventions(family: ModelFamily, delay_eos: bool) -> ModelFamily:
+    return replace(with_uniform_sampler(family), exceeds_threshold=True)
+
+
 ES_DLLM = CacheMethod(
     plan,
     hold_canvas_and_copy,
     ESDLLMOptions,
     "dllm_engine.cache_methods.es_dllm.layer_pass:EarlySkipPass",
-    sampler=UniformSampler(exceeds_threshold=True),
+    conventions=_conventions,
 )

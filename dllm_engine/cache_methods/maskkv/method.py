@@ -19,7 +19,7 @@ from dllm_engine.decoding.page_layout import (
     pages_for,
 )
 from dllm_engine.decoding.progress import Progress
-from dllm_engine.decoding.spec import DecodingSpec, TunedValues
+from dllm_engine.decoding.spec import DecodingSpec, EvictingOptions, TunedValues
 from dllm_engine.decoding.step_plan import Scope, StepPlan
 
 LayerBudgetName = Literal["uniform", "boundary", "pyramid", "squeeze"]
@@ -44,7 +44,7 @@ MaskKVScorerName = Literal[
 ]
 
 
-class MaskKVOptions(AdaptiveOptions):
+class MaskKVOptions(AdaptiveOptions, EvictingOptions):
     """Options of ``maskkv`` (MaskKV, arXiv 2510.09309). The defaults are the paper's."""
 
     tuned: ClassVar[TunedValues] = {

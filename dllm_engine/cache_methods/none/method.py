@@ -1,14 +1,21 @@
 """No cache: every step computes the whole canvas."""
 
-from dllm_engine.cache_methods.base import CacheMethod, UniformSampler, plan_whole
+from dllm_engine.cache_methods.base import CacheMethod, plan_whole, with_uniform_sampler
+from dllm_engine.families import ModelFamily
 
-# ES-dLLM's authors compare their cache with the same sampler without one; `delay_eos`
-# asks for that.
+
+def _conventions(family: ModelFamily, delay_eos: bool) -> ModelFamily:
+    """ES-dLLM's authors compare their cache with the same sampler without one;
+    ``delay_eos`` asks for that.
+    """
+    return with_uniform_sampler(family) if delay_eos else family
+
+
 NONE = CacheMethod(
     plan_whole,
     attention=("full", "block_causal", "causal"),
     layer_pass="dllm_engine.model_executor.passes.paged:WholePass",
     trims_suffix=True,
     shares_prompts=True,
-    sampler=UniformSampler(only_with_delay_eos=True),
+    conventions=_conventions,
 )

@@ -16,7 +16,7 @@ from dllm_engine.cache_methods.window_refresh import (
 from dllm_engine.decoding.canvas_layout import Blocks, Span
 from dllm_engine.decoding.page_layout import PageCounts, PoolGeometry
 from dllm_engine.decoding.progress import Progress
-from dllm_engine.decoding.spec import DecodingSpec, TunedValues
+from dllm_engine.decoding.spec import DecodingSpec, EvictingOptions, TunedValues
 from dllm_engine.decoding.step_plan import (
     RefreshState,
     Retention,
@@ -30,7 +30,7 @@ RETAINED_PAGES = "retained"
 """Kind of pages that hold what is retained, where prompts are shared."""
 
 
-class SparseOptions(RefreshOptions):
+class SparseOptions(RefreshOptions, EvictingOptions):
     """Options of ``sparse`` (Sparse-dLLM, arXiv 2508.02558). The defaults are the
     paper's.
     """
