@@ -73,7 +73,7 @@ def admitted(
     template = (params.extra_args or {}).get("response_template")
     max_model_len = vllm_config.model_config.max_model_len
     check_length("response_template", template, max_model_len)
-    params = settled_params(params, prompt_token_ids, tokenizer, vllm_config)
+    params = resolved_params(params, prompt_token_ids, tokenizer, vllm_config)
     _check_request(params, prompt_token_ids, vllm_config)
     return params
 
@@ -371,7 +371,7 @@ def _check_constraint(spec: DecodingSpec, min_tokens: int, max_search: int) -> N
     raise InvalidRequestError(reason + with_reasoning)
 
 
-def settled_params(
+def resolved_params(
     params: SamplingParams,
     prompt_token_ids: Sequence[int],
     tokenizer: Any,

@@ -206,9 +206,9 @@ def plan(d: Deployment) -> Sizing:
     overhead = d.overhead
     if overhead is None:
         overhead = ByteSize((1 if on_gpu else 2) << 30)
-    settled = {"options": options, "dtype": dtype, "overhead": overhead}
+    common = {"options": options, "dtype": dtype, "overhead": overhead}
     d = d.model_copy(
-        update=settled | {"max_model_len": longest, "max_num_batched_tokens": rows}
+        update=common | {"max_model_len": longest, "max_num_batched_tokens": rows}
     )
     weights = weight_bytes(
         config, tp, dtype_bytes, d.quantization and QUANTIZATIONS[d.quantization]
@@ -288,7 +288,7 @@ def request_demand(
     room: int,
     options: EngineOptions,
 ) -> RequestDemand:
-    """A request of a settled deployment under ``options``; ``room``: bytes for pages
+    """A request of a deployment under ``options``; ``room``: bytes for pages
     and for what a pass holds.
     """
     assert d.max_model_len is not None

@@ -95,7 +95,7 @@ class DiffusionParams(_Fields):
             self.max_tokens = self.max_tokens
         else:
             self.gen_length = gen_length
-        self._settle()
+        self._store_options()
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set a field as if the parameters had been made with it; raises
@@ -108,7 +108,7 @@ class DiffusionParams(_Fields):
         super().__setattr__(name, value)
         if name in _OWN_OPTIONS:
             try:
-                self._settle()
+                self._store_options()
             except InvalidRequestError:
                 super().__setattr__(name, before)
                 raise
@@ -132,13 +132,13 @@ class DiffusionParams(_Fields):
         if name == "gen_length":
             super().__setattr__("auto_length", None if value is None else is_auto)
             super().__setattr__(name, value)
-            self._settle()
+            self._store_options()
         elif isinstance(self.gen_length, int):
             super().__setattr__("gen_length", value)
         if not is_auto:
             super().__setattr__("max_tokens", value)
 
-    def _settle(self) -> None:
+    def _store_options(self) -> None:
         """Check the options that vLLM has no field for, and put them where they travel."""
         self._check_lengths()
         chosen = {

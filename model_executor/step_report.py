@@ -105,7 +105,7 @@ class Reporter:
                 f"forward pass {number} unmasked no token, although it has to",
             )
         ends = spec.ends.early_stop and canvas.give_up_behind_end()
-        kv_slots = layer_pass.settle(index, results, self.run.answers)
+        kv_slots = layer_pass.take_answers(index, results, self.run.answers)
         masked = canvas.masked_per_block(plan.window)
         still_revises = revises(plan, spec, sum(masked), len(edited))
         sent = canvas.take_sendable(

@@ -38,7 +38,7 @@ from dllm_engine.scheduler.page_pool import PagePool
 from dllm_engine.scheduler.page_tables import PageTables, pool_log_line
 from dllm_engine.scheduler.refresh_budget import RefreshBudget
 from dllm_engine.scheduler.request_resolver import RequestResolver
-from dllm_engine.scheduler.request_state import RequestState, failed_output
+from dllm_engine.scheduler.scheduled_request import ScheduledRequest, failed_output
 from dllm_engine.scheduler.step_rows import StepRows, turns_of
 from dllm_engine.scheduler.waiting_queue import WaitingQueue
 
@@ -114,8 +114,8 @@ class DiffusionScheduler(SchedulerInterface):
         )
         self.by_priority = scheduling.policy == "priority"
         self.waiting = WaitingQueue(by_priority=self.by_priority)
-        self.running: list[RequestState] = []
-        self.states: dict[str, RequestState] = {}
+        self.running: list[ScheduledRequest] = []
+        self.states: dict[str, ScheduledRequest] = {}
         self.finished_req_ids: set[str] = set()
         self.weights = ModelWeights()
         self.outputs = ClientOutputs(tells_ended=include_finished_set)
@@ -148,7 +148,7 @@ class DiffusionScheduler(SchedulerInterface):
         if self.log_stats:
             request.record_event(EngineCoreEventType.QUEUED)
 
-    def _new_state(self, request: Request) -> RequestState:
+    def _new_state(self, request: Request) -> ScheduledRequest:
         if self.pause_state == PauseState.UNPAUSED:
             self.weights.require()
         if request.request_id in self.states:
@@ -170,7 +170,7 @@ class DiffusionScheduler(SchedulerInterface):
             self._end(state)
         return [state.request for state in states]
 
-    def _end(self, state: RequestState) -> None:
+    def _end(self, state: ScheduledRequest) -> None:
         """Free all that a request has, wherever it is: what failed may have been on its
         way from one place to another.
         """
@@ -185,7 +185,7 @@ class DiffusionScheduler(SchedulerInterface):
         self.finished_req_ids.add(request.request_id)
         self.outputs.end(request)
 
-    def _preempt(self, state: RequestState) -> None:
+    def _preempt(self, state: ScheduledRequest) -> None:
         """Take a running request's pages. The runner keeps its tokens, from which it
         fills new pages later.
         """
@@ -200,7 +200,7 @@ class DiffusionScheduler(SchedulerInterface):
 
     def _fail(
         self,
-        state: RequestState,
+        state: ScheduledRequest,
         failure: RequestFailure,
         output: DiffusionSchedulerOutput | None = None,
     ) -> None:
@@ -213,7 +213,7 @@ class DiffusionScheduler(SchedulerInterface):
 
     @contextmanager
     def _failing_alone(
-        self, state: RequestState, output: DiffusionSchedulerOutput | None = None
+        self, state: ScheduledRequest, output: DiffusionSchedulerOutput | None = None
     ) -> Iterator[None]:
         """End a request whose work raises an error; the others go on. ``output`` as for
         ``_fail``.
@@ -279,7 +279,7 @@ class DiffusionScheduler(SchedulerInterface):
 
     def _plans_in_order(
         self, output: DiffusionSchedulerOutput
-    ) -> list[tuple[RequestState, StepPlan]]:
+    ) -> list[tuple[ScheduledRequest, StepPlan]]:
         """The next step of each running request, in the order in which they get rows of
         the budget.
         """
@@ -298,7 +298,7 @@ class DiffusionScheduler(SchedulerInterface):
 
     def _run_planned(
         self,
-        planned: list[tuple[RequestState, StepPlan]],
+        planned: list[tuple[ScheduledRequest, StepPlan]],
         rows: StepRows,
         output: DiffusionSchedulerOutput,
     ) -> None:
@@ -328,7 +328,7 @@ class DiffusionScheduler(SchedulerInterface):
         )
 
     def _schedule_one(
-        self, state: RequestState, plan: StepPlan, output: DiffusionSchedulerOutput
+        self, state: ScheduledRequest, plan: StepPlan, output: DiffusionSchedulerOutput
     ) -> None:
         state.last_scheduled = self._num_steps
         output.plans[state.request_id] = plan
@@ -393,7 +393,7 @@ class DiffusionScheduler(SchedulerInterface):
                 else:
                     break
 
-    def _next_waiting(self, full: Collection[str]) -> RequestState | None:
+    def _next_waiting(self, full: Collection[str]) -> ScheduledRequest | None:
         """The request to admit next, of another source than those of ``full``. While
         none may begin, those that were preempted go on."""
         for request in self.waiting:
@@ -404,7 +404,7 @@ class DiffusionScheduler(SchedulerInterface):
 
     def _begin_if_room(
         self,
-        state: RequestState,
+        state: ScheduledRequest,
         rows: StepRows,
         kept_free: float,
         output: DiffusionSchedulerOutput,
@@ -430,7 +430,7 @@ class DiffusionScheduler(SchedulerInterface):
         rows.admit(state.source, plan.max_rows)
         return True
 
-    def _begin(self, state: RequestState, output: DiffusionSchedulerOutput) -> None:
+    def _begin(self, state: ScheduledRequest, output: DiffusionSchedulerOutput) -> None:
         """Let a waiting request run, with the pages that were found for it."""
         request = state.request
         self.tables.record_prefix(state)
@@ -457,7 +457,7 @@ class DiffusionScheduler(SchedulerInterface):
         return self.outputs.take(self.make_stats())
 
     def _take_in(
-        self, state: RequestState, result: StepReport | RequestFailure
+        self, state: ScheduledRequest, result: StepReport | RequestFailure
     ) -> None:
         """Apply the result of a step to a request."""
         if isinstance(result, RequestFailure):

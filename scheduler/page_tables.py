@@ -19,7 +19,7 @@ from dllm_engine.decoding.page_layout import (
 )
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.page_pool import PagePool, prefix_keys
-from dllm_engine.scheduler.request_state import RequestState
+from dllm_engine.scheduler.scheduled_request import ScheduledRequest
 from dllm_engine.text import readable_size
 
 
@@ -71,7 +71,7 @@ class PageTables:
         self._being_filled.clear()
         self.pages.begin_step()
 
-    def find_prefix(self, state: RequestState) -> SharedPages | None:
+    def find_prefix(self, state: ScheduledRequest) -> SharedPages | None:
         """Pages of other requests that hold the beginning of one that waits. None: the
         current step fills the next one, which is worth waiting for.
         """
@@ -104,7 +104,7 @@ class PageTables:
 
     def reserve(
         self,
-        state: RequestState,
+        state: ScheduledRequest,
         shared: SharedPages,
         kept_free: float,
         output: DiffusionSchedulerOutput,
@@ -131,13 +131,13 @@ class PageTables:
             output.page_copies[request_id] = copies
         return True
 
-    def grow(self, state: RequestState) -> bool:
+    def grow(self, state: ScheduledRequest) -> bool:
         """Reserve what the running blocks add to a request's pages, if there is room."""
         running = state.progress.running
         needed = self.demand.num_held(state.spec, running)
         return self.pages.grow(state.request_id, needed)
 
-    def record_prefix(self, state: RequestState) -> None:
+    def record_prefix(self, state: ScheduledRequest) -> None:
         """Count what a request that begins found of its tokens."""
         request = state.request
         if self.shares_prefixes and not request.skip_reading_prefix_cache:
@@ -147,12 +147,12 @@ class PageTables:
                 preempted=request.num_preemptions > 0,
             )
 
-    def note_filled(self, state: RequestState, retained: int) -> None:
+    def note_filled(self, state: ScheduledRequest, retained: int) -> None:
         """Note that the current step fills pages up to so many tokens."""
         num_final = self._num_final(state, retained)
         self._being_filled.update(self._new_keys(state, num_final))
 
-    def share(self, state: RequestState) -> None:
+    def share(self, state: ScheduledRequest) -> None:
         """Let others find the pages that a step has filled for good."""
         progress = state.progress
         if not self.demand.method.keeps_for_good:
@@ -162,7 +162,7 @@ class PageTables:
         self._add_keys(state, progress.retained)
         self._note_next(state, max(num_keyed, 1), progress.retained)
 
-    def give_back(self, state: RequestState) -> None:
+    def give_back(self, state: ScheduledRequest) -> None:
         """Take all pages of a request that has ended. The next turn of a chat may find
         those with its response, which no step renews any more.
         """
@@ -172,12 +172,12 @@ class PageTables:
             self._add_keys(state, min(state.num_in_order, self._num_kept(state)))
         self.pages.free(state.request_id)
 
-    def _add_keys(self, state: RequestState, num_tokens: int) -> None:
+    def _add_keys(self, state: ScheduledRequest, num_tokens: int) -> None:
         if keys := self._new_keys(state, num_tokens):
             num_tables = self.geometry.num_layers
             self.pages.add_keys(state.request_id, keys, num_tables)
 
-    def _note_next(self, state: RequestState, first: int, retained: int) -> None:
+    def _note_next(self, state: ScheduledRequest, first: int, retained: int) -> None:
         """Let others find the prompt's pages from ``first`` on, by the pages before
         them.
         """
@@ -188,12 +188,12 @@ class PageTables:
             if tokens := prompt[start : min(start + size, retained)]:
                 self.pages.note_next(state.request_id, number, tokens, num_tables)
 
-    def _num_kept(self, state: RequestState) -> int:
+    def _num_kept(self, state: ScheduledRequest) -> int:
         """Tokens that a request's tables of keys and values have room for."""
         per_layer = state.page_counts.get(PageKind.KV, [0])
         return min(per_layer) * self.geometry.page_size
 
-    def _num_final(self, state: RequestState, num_tokens: int) -> int:
+    def _num_final(self, state: ScheduledRequest, num_tokens: int) -> int:
         """The number of the first ``num_tokens`` that are never computed again."""
         if self.demand.method.keeps_for_good:
             return num_tokens
@@ -201,7 +201,7 @@ class PageTables:
 
     def update(
         self,
-        state: RequestState,
+        state: ScheduledRequest,
         output: DiffusionSchedulerOutput,
         *,
         needs_pages: bool,
@@ -210,7 +210,7 @@ class PageTables:
         of the running blocks writes. ``output`` gets the tables that change.
         """
         counts = state.page_counts | self.demand.guide(state.spec)
-        if needs_pages and not state.pages_settled:
+        if needs_pages and not state.has_final_pages:
             running = state.progress.running
             counts |= self.demand.held(state.spec, running)
         if counts != state.page_counts:
@@ -218,7 +218,7 @@ class PageTables:
         num_held = sum(map(sum, counts.values()))
         state.progress.pages_held = max(state.progress.pages_held, num_held)
 
-    def release_unused(self, state: RequestState, kv_slots: int) -> None:
+    def release_unused(self, state: ScheduledRequest, kv_slots: int) -> None:
         """Give back what was reserved for the worst case. The table loses its last
         pages only, which hold nothing.
         """
@@ -226,9 +226,9 @@ class PageTables:
         needed = [pages_for(kv_slots, slots_per_page)]
         self._resize(state, state.page_counts | {PageKind.KV: needed})
         self.pages.release_unused(state.request_id)
-        state.pages_settled = True
+        state.has_final_pages = True
 
-    def take_away(self, state: RequestState) -> None:
+    def take_away(self, state: ScheduledRequest) -> None:
         """Take all pages of a request that is preempted."""
         self.pages.free(state.request_id)
         state.page_counts, state.progress.retained = {}, 0
@@ -247,7 +247,7 @@ class PageTables:
         self.prefix_stats = PrefixCacheStats()
         return taken
 
-    def _new_keys(self, state: RequestState, num_tokens: int) -> list[BlockHash]:
+    def _new_keys(self, state: ScheduledRequest, num_tokens: int) -> list[BlockHash]:
         """Keys of the pages that a request's first tokens fill for good, without those
         that others can find already.
         """
@@ -258,7 +258,7 @@ class PageTables:
         return prefix_keys(state.request.block_hashes, size, state.spec.layout, numbers)
 
     def _resize(
-        self, state: RequestState, counts: PageCounts
+        self, state: ScheduledRequest, counts: PageCounts
     ) -> dict[str, list[list[int]]]:
         state.page_counts = counts
         sizes = [size for per_layer in counts.values() for size in per_layer]

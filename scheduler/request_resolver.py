@@ -11,7 +11,7 @@ from dllm_engine.decoding.progress import Progress
 from dllm_engine.options import EngineOptions
 from dllm_engine.request_options.resolve import check_room, resolve_decoding
 from dllm_engine.request_options.sampling_params import SOURCE, bytes_in
-from dllm_engine.scheduler.request_state import RequestState
+from dllm_engine.scheduler.scheduled_request import ScheduledRequest
 
 
 @dataclass
@@ -26,7 +26,7 @@ class RequestResolver:
     seeds: random.Random
     """Draws the seeds of requests that name none."""
 
-    def resolve(self, request: Request) -> RequestState:
+    def resolve(self, request: Request) -> ScheduledRequest:
         """State of a new request; raises ``ValueError`` for one that cannot be served."""
         params = request.sampling_params
         if params is None or not request.prompt_token_ids:
@@ -37,7 +37,7 @@ class RequestResolver:
         check_room(spec, self.options, self.max_rows, self.geometry, self.num_pages)
         seed = params.seed if params.seed is not None else self.seeds.getrandbits(63)
         source = bytes_in(params, SOURCE)
-        return RequestState(
+        return ScheduledRequest(
             request,
             spec,
             Progress.begin(spec),

@@ -157,12 +157,12 @@ def serve_command(s: Sizing, args: argparse.Namespace) -> list[str]:
         if s.options.cache_method == "none"
         else {"cache_method": s.options.cache_method}
     )
-    settled = ["max_model_len", "max_num_seqs", "max_num_batched_tokens"]
+    sizes = ["max_model_len", "max_num_seqs", "max_num_batched_tokens"]
     if s.gpu_memory is not None:
-        settled.append("gpu_memory_utilization")
+        sizes.append("gpu_memory_utilization")
     options |= {
         "cache_options": dict(args.cache_option),
-        **{name: getattr(s, name) for name in settled},
+        **{name: getattr(s, name) for name in sizes},
     }
     options |= given(
         args,

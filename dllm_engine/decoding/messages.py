@@ -122,7 +122,7 @@ class StepReport:
     """
     kv_slots: int | None = None
     """Key slots kept in the table that layers share, on the rank with the most; None:
-    not settled by this step.
+    this step does not tell.
     """
     logprobs: LogprobsLists | None = None
     commits: Commits | None = None

@@ -195,9 +195,9 @@ def revises(
         return num_masked > 0
     if spec.unmasking.edit_threshold is None:
         return False
-    settled = plan.post_step > 0 and not num_edited
+    is_stable = plan.post_step > 0 and not num_edited
     return num_masked > 0 or (
-        not settled and plan.post_step < spec.unmasking.max_post_steps
+        not is_stable and plan.post_step < spec.unmasking.max_post_steps
     )
 
 

@@ -136,7 +136,7 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
                 "left out: %s"
             )
             logger.warning(text, model_config.model, ", ".join(left_out))
-        options = _settle_engine_options(vllm_config)
+        options = _resolve_engine_options(vllm_config)
         if (device := current_platform.device_type) not in WORKER_CLASSES:
             raise ValueError(
                 f"device type {device!r} is not supported; use one of "
@@ -285,7 +285,7 @@ def refuse_stray_options(original: Original, self: VllmConfig) -> None:
     original(self)
 
 
-def _settle_engine_options(vllm_config: VllmConfig) -> EngineOptions:
+def _resolve_engine_options(vllm_config: VllmConfig) -> EngineOptions:
     """The engine's options, validated for this model and with its paper's settings.
     They are written back, so that every process reads the same."""
     model_config = vllm_config.model_config
@@ -332,12 +332,12 @@ def _settle_engine_options(vllm_config: VllmConfig) -> EngineOptions:
     )
     # The validated cache options: other nodes need not have the files that they name (a
     # profile).
-    settled = options.model_dump() | {
+    resolved = options.model_dump() | {
         "cache_options": options.cache.model_dump(mode="json")
     }
     vllm_config.additional_config = {
         **(vllm_config.additional_config or {}),
-        OPTIONS_KEY: settled,
+        OPTIONS_KEY: resolved,
     }
     return options
 

@@ -25,7 +25,7 @@ BESIDE = {
     "vllm_hooks/metrics.py": "a logger in an engine's StatLoggerManager",
     "scheduler/page_pool.py": "BlockPool is given the one attribute of a request that "
     "it reads",
-    "scheduler/request_state.py": "figures travel in kv_transfer_params of an output",
+    "scheduler/scheduled_request.py": "figures travel in kv_transfer_params of an output",
     "scheduler/engine_stats.py": "counts travel in kv_connector_stats",
     "model_executor/workers/ray_cpu.py": "Ray's actor class while an executor starts, "
     "and Ray's name of a CPU",

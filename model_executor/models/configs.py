@@ -46,7 +46,7 @@ class Config(ConfigFacts, PretrainedConfig):
 
     def __init__(self, /, **values: Any) -> None:
         """Raises ``ValueError`` naming the file, the key, its value and what it may be."""
-        self._settle(values, source_of(values))
+        self._set_values(values, source_of(values))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """vLLM sets hf_overrides one by one and reads ``rope_type`` before it calls us,
@@ -78,7 +78,7 @@ class Config(ConfigFacts, PretrainedConfig):
         stated = {
             name: value for name, value in self._stated.items() if name not in replaced
         }
-        self._settle(stated | changed, f"{source_of(stated)} with hf_overrides")
+        self._set_values(stated | changed, f"{source_of(stated)} with hf_overrides")
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -114,7 +114,7 @@ class Config(ConfigFacts, PretrainedConfig):
                 f"token there or in hf_overrides"
             )
 
-    def _settle(self, values: dict[str, Any], source: str) -> None:
+    def _set_values(self, values: dict[str, Any], source: str) -> None:
         """Take the attributes from what is stated, and from the family's defaults."""
         if (model_type := values.get("model_type", self.model_type)) != self.model_type:
             raise ValueError(

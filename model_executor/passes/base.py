@@ -129,13 +129,13 @@ class LayerPass:
         filled tokens, so that the host waits once."""
         return []
 
-    def settle(
+    def take_answers(
         self, index: int, results: Results, answers: Sequence[np.ndarray]
     ) -> int | None:
         """Take in what the host has read of ``asked``, for a request whose canvas has
         the step's tokens. Returns the key slots that the request needs for good in the
-        table that its layers share, on the rank that needs most; None unless this pass
-        has settled it. The same on every rank."""
+        table that its layers share, on the rank that needs most; None where this pass
+        does not tell. The same on every rank."""
         return None
 
     def rows_computed(self, index: int, num_rows: int, results: Results) -> int:

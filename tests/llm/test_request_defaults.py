@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from dllm_engine.admission import settled_params
+from dllm_engine.admission import resolved_params
 from dllm_engine.cli.engine import DECODING, add_decoding_arguments, given
 from dllm_engine.decoding.spec import Guidance
 from dllm_engine.decoding.unmasking_policies import SlowFast
@@ -266,7 +266,7 @@ def decoded(llm, params=None):
     params = params or DiffusionParams()
     (output,) = llm.generate({"prompt_token_ids": whole_block}, params, use_tqdm=False)
     config = llm.llm_engine.vllm_config
-    params = settled_params(params, whole_block, None, config)
+    params = resolved_params(params, whole_block, None, config)
     spec = resolve_decoding(
         params,
         len(whole_block),
@@ -291,7 +291,7 @@ def test_a_checkpoint_has_defaults_of_its_own_which_come_behind_the_engines_and_
         "max_tokens": 24,
     }
     assert llm.get_default_sampling_params().temperature == 0.5
-    fitted = settled_params(
+    fitted = resolved_params(
         DiffusionParams(), [5] * 250, None, llm.llm_engine.vllm_config
     )
     assert fitted.max_tokens == 6, "what fits"

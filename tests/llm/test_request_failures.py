@@ -16,7 +16,7 @@ from dllm_engine.model_executor import step_report
 from dllm_engine.model_executor.failures import failure_of
 from dllm_engine.model_executor.unmasking import filling
 from dllm_engine.request_options.errors import InvalidRequestError
-from dllm_engine.scheduler.request_state import RequestState
+from dllm_engine.scheduler.scheduled_request import ScheduledRequest
 from tests.support.engines import (
     EACH_METHOD_WITH_A_MODEL,
     assert_nothing_left,
@@ -286,8 +286,8 @@ def test_an_exception_in_the_work_of_one_request_ends_that_request(
         "plan": [(scheduler.method, "plan", later)],
         "later plan": [(runner, "plan", later), (scheduler.method, "plan", later)],
         "pages": [(scheduler.method, "pages")],
-        "account": [(RequestState, "advance")],
-        "finished block": [(RequestState, "_output")],
+        "account": [(ScheduledRequest, "advance")],
+        "finished block": [(ScheduledRequest, "_output")],
     }
     for attacked in attacks[where]:
         breaks(*attacked)

@@ -13,7 +13,7 @@ import torch
 from vllm.sampling_params import RequestOutputKind
 
 from dllm_engine import LLM
-from dllm_engine.scheduler.request_state import RequestState
+from dllm_engine.scheduler.scheduled_request import ScheduledRequest
 from tests.methods.test_shared_prompts import ENGINES
 from tests.oracles.decode import decode
 from tests.oracles.models import PlainModel
@@ -176,7 +176,7 @@ def admitted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Admitte
                 block = tables.pages._tables[request_id][0][page]
                 writers[block.block_id] = request_id, page
 
-        def gave_back(state: RequestState) -> None:
+        def gave_back(state: ScheduledRequest) -> None:
             if state.request_id in sequences:
                 num_passes = state.progress.num_forwards
                 sequences[state.request_id].num_passes = num_passes

@@ -125,12 +125,12 @@ def test_a_default_length_is_twice_the_shortest_text_where_that_is_more(
     """``ignore_eos`` would need a text as long as the response; without it the text
     ends where it is complete.
     """
-    from dllm_engine.admission import settled_params
+    from dllm_engine.admission import resolved_params
 
     params = DiffusionParams(
         structured_outputs=StructuredOutputsParams(regex=expression)
     )
-    settled = settled_params(
+    settled = resolved_params(
         params, [5, 6], demo.get_tokenizer(), demo.llm_engine.vllm_config
     )
     (output,) = demo.generate("User: Hi!\nBot:", params, use_tqdm=False)
@@ -142,16 +142,18 @@ def test_a_default_length_is_twice_the_shortest_text_where_that_is_more(
 def test_a_default_length_does_not_grow_above_the_context_and_the_servers_limit(
     demo, monkeypatch
 ):
-    from dllm_engine.admission import settled_params
+    from dllm_engine.admission import resolved_params
 
     config = demo.llm_engine.vllm_config
     params = DiffusionParams(
         structured_outputs=StructuredOutputsParams(regex="(abc){40}")
     )
     prompt = [5] * (config.model_config.max_model_len - 50)
-    assert settled_params(params, prompt, demo.get_tokenizer(), config).max_tokens == 50
+    assert (
+        resolved_params(params, prompt, demo.get_tokenizer(), config).max_tokens == 50
+    )
     monkeypatch.setattr(config.model_config, "dllm_response_limit", 32)
-    assert settled_params(params, [5], demo.get_tokenizer(), config).max_tokens == 32
+    assert resolved_params(params, [5], demo.get_tokenizer(), config).max_tokens == 32
 
 
 @pytest.mark.parametrize("max_tokens", [1024, 4096, 16384])

@@ -17,7 +17,7 @@ from vllm.platforms import current_platform
 from dllm_engine import LLM, DiffusionParams
 from dllm_engine.evaluation.runner import runner_of, scheduler_of
 from dllm_engine.options import EngineOptions
-from dllm_engine.vllm_hooks.engine_config import _settle_engine_options
+from dllm_engine.vllm_hooks.engine_config import _resolve_engine_options
 from tests.support.plans import FULL_METHODS
 
 EACH_METHOD_WITH_A_MODEL = list(zip(FULL_METHODS, cycle(("tiny_llada", "tiny_dream"))))
@@ -109,7 +109,7 @@ def set_cache_options(llm: LLM, cache_options: dict[str, Any]) -> None:
     config = llm.llm_engine.vllm_config
     options = config.additional_config["dllm"] | {"cache_options": cache_options}
     config.additional_config = {**config.additional_config, "dllm": options}
-    _settle_engine_options(config)
+    _resolve_engine_options(config)
     scheduler = scheduler_of(llm)
     scheduler.options = EngineOptions.from_vllm_config(config)
     scheduler.resolver.options = scheduler.options

@@ -249,7 +249,7 @@ class RolloutPass(LayerPass):
             torch.stack((x[: len(y)], y)) for x, y in zip(importance, kept, strict=True)
         ]
 
-    def settle(
+    def take_answers(
         self, index: int, results: Results, answers: Sequence[np.ndarray]
     ) -> int | None:
         importance, confidence = answers[index].astype(np.float64)

@@ -229,7 +229,7 @@ class FocusPass(LayerPass):
             kept[index] = kept[index][~np.isin(own, masked[~stays])]
         return kept
 
-    def settle(
+    def take_answers(
         self, index: int, results: Results, answers: Sequence[np.ndarray]
     ) -> int | None:
         state = self.states[index]

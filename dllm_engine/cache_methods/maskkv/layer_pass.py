@@ -133,7 +133,7 @@ class MaskKVPass(AdaptivePass):
     def asked(self, results: Results) -> list[torch.Tensor]:
         return [results[0].amax(dim=1)] if self.voting else []
 
-    def settle(
+    def take_answers(
         self, index: int, results: Results, answers: Sequence[np.ndarray]
     ) -> int | None:
         if index not in self.voting:

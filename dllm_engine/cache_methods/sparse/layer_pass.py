@@ -160,7 +160,7 @@ class SparsePass(AddingPass):
 
         return run_layers(layers, hidden, phases, attend_and_retain), [retained]
 
-    def settle(
+    def take_answers(
         self, index: int, results: Results, answers: Sequence[np.ndarray]
     ) -> int | None:
         """Remember what is retained where a later refresh renews a part of it."""

@@ -22,7 +22,7 @@ from dllm_engine.decoding.step_plan import RefreshState
 
 
 @dataclass(eq=False)
-class RequestState:
+class ScheduledRequest:
     """A request that waits or runs."""
 
     request: Request
@@ -32,7 +32,7 @@ class RequestState:
     source: str
     """Equal for the sequences of one HTTP request."""
     page_counts: PageCounts = field(default_factory=dict)
-    pages_settled: bool = False
+    has_final_pages: bool = False
     """True if the runner has reported the final number of pages."""
     commits: Commits = field(default_factory=lambda: Commits([], []))
     """Commits of the tokens sent so far, if the request asks."""
