@@ -14,6 +14,7 @@ from dllm_engine.families import FAMILIES, ModelFamily, Shape
 from dllm_engine.model_executor.loading.files import check_files
 from dllm_engine.model_executor.models.config_facts import PlainConfig, stated_config
 from dllm_engine.model_executor.models.config_keys import SCHEMAS
+from dllm_engine.options import EngineOptions
 
 SHAPES = {
     name: (family, shape)
@@ -122,6 +123,16 @@ def check_start(model: str, arguments: Mapping[str, Any]) -> None:
     if "architectures" in overrides:
         stated["architectures"] = overrides["architectures"]
     parse_config(stated, source).update(overrides)
+
+
+def check_named_files(options: EngineOptions) -> None:
+    """Raise ``ValueError`` naming an option whose file or folder does not exist."""
+    for name in ("lora_path", "decision_template", "decision_calibration"):
+        path = getattr(options, name)
+        if path is not None and not Path(path).exists():
+            raise ValueError(f"{name}={path!r} does not exist; name what does")
+    if options.guide_model is not None:
+        check_folder(options.guide_model)
 
 
 def check_folder(model: str) -> None:

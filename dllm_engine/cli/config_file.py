@@ -14,6 +14,7 @@ from dllm_engine.vllm_hooks.cpu_distribution import (
     register as register_cpu_distribution,
 )
 from dllm_engine.vllm_hooks.release import check_release
+from dllm_engine.vllm_hooks.serve_options import is_option, serve_options
 
 CONFIG = "--config"
 
@@ -133,6 +134,15 @@ def _vllm_words(
     """Options of ``vllm serve`` as words, as vLLM makes them of its own file."""
     if not options:
         return []
+    names = serve_options()
+    for name in options:
+        if names and not is_option(name.partition(".")[0], names):
+            own = [
+                option.removeprefix("--") for option in parser._option_string_actions
+            ]
+            raise ValueError(
+                f"{path}: key {name!r} is unknown{did_you_mean(name, [*own, *names])}"
+            )
     check_release()
     register_cpu_distribution()
     from vllm.entrypoints.cli.serve import make_arg_parser
@@ -142,14 +152,6 @@ def _vllm_words(
     words: list[str] = []
     for name, value in options.items():
         flag = f"--{name}"
-        if flag.partition(".")[0] not in known:
-            names = [
-                other.removeprefix("--")
-                for other in (*parser._option_string_actions, *known)
-            ]
-            raise ValueError(
-                f"{path}: key {name!r} is unknown{did_you_mean(name, names)}"
-            )
         if isinstance(value, bool):
             if value:
                 words.append(flag)

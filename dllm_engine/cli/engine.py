@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dllm_engine.cache_methods import CACHE_METHODS
-from dllm_engine.checkpoints import check_folder
+from dllm_engine.checkpoints import check_folder, check_named_files
 from dllm_engine.cli.arguments import (
     DENOISING,
     add_options,
@@ -25,6 +25,7 @@ from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.options import GUIDE_SETTINGS, EngineOptions
 from dllm_engine.quiet import be_quiet, progress_line
 from dllm_engine.request_options.fields import RequestOptions
+from dllm_engine.request_options.sampling_params import parse_request_options
 from dllm_engine.request_options.unmasking import PARALLEL_OPTIONS
 from dllm_engine.text import one_line
 from dllm_engine.vllm_hooks.release import check_device, check_release
@@ -240,7 +241,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         "cache_options": dict(getattr(args, "cache_option", ())),
         **given(args, EngineOptions.model_fields),
     }
-    EngineOptions.parse(options)
+    check_named_files(EngineOptions.parse(options))
     return options
 
 
@@ -265,6 +266,7 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
 
 def start_engine(args: argparse.Namespace) -> "tuple[LLM, DiffusionParams]":
     """The engine and the decoding parameters that ``args`` ask for."""
+    parse_request_options(given(args, RequestOptions.model_fields))
     be_quiet()
     with progress_line("Importing vLLM"):
         arguments = prepare(args)

@@ -7,6 +7,7 @@ command too.
 
 import argparse
 import sys
+from importlib.util import find_spec
 
 from dllm_engine.evaluation.harness import check_lm_eval
 from dllm_engine.quiet import silence_alarms
@@ -26,12 +27,16 @@ def run(args: argparse.Namespace) -> int:
             "--tasks TASK, or `ls tasks` for a list of tasks"
         )
     silence_alarms()
+    sys.argv = ["lm_eval", *args.unknown]
+    if find_spec("lm_eval") is not None:
+        from lm_eval._cli import HarnessCLI
+
+        HarnessCLI().parse_args()  # ends at a wrong argument, before what takes seconds
     check_release()
     check_lm_eval()
     from lm_eval.__main__ import cli_evaluate
 
     import dllm_engine.evaluation.lm_eval_model  # noqa: F401 - registers the model
 
-    sys.argv = ["lm_eval", *args.unknown]
     cli_evaluate()
     return 0

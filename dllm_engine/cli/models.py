@@ -4,6 +4,8 @@ and unmasking policies.
 
 import argparse
 import json
+import shutil
+import textwrap
 from dataclasses import asdict
 from typing import Any
 
@@ -17,7 +19,6 @@ from dllm_engine.entry_points import OWN_PACKAGE, EntryPointGroup
 from dllm_engine.families import FAMILIES
 from dllm_engine.request_options.fields import RequestOptions
 from dllm_engine.request_options.unmasking import PARALLEL_OPTIONS
-from dllm_engine.text import format_table
 
 _KINDS = {
     "integer": "int",
@@ -33,6 +34,7 @@ _LIMITS = {
     "maximum": "≤",
     "exclusiveMaximum": "<",
 }
+_DETAIL = " " * 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     supported = describe()
-    print(json.dumps(supported, indent=2) if args.json else as_tables(supported))
+    print(
+        json.dumps(supported, indent=2)
+        if args.json
+        else as_text(supported, shutil.get_terminal_size().columns)
+    )
     return 0
 
 
@@ -75,9 +81,9 @@ def describe() -> dict[str, Any]:
     }
 
 
-def as_tables(supported: dict[str, Any]) -> str:
-    """The output of ``describe``, one table per kind. What another package adds has
-    the package behind its name.
+def as_text(supported: dict[str, Any], width: int) -> str:
+    """The output of ``describe`` in lines of at most ``width``. What another package
+    adds has the package behind its name.
     """
     families = supported["families"]
     packages = supported["packages"]
@@ -86,46 +92,42 @@ def as_tables(supported: dict[str, Any]) -> str:
         package = packages[group.group][name]
         return name if package == OWN_PACKAGE else f"{name} ({package})"
 
-    checkpoints = [("CHECKPOINT", "ARCHITECTURE", "FAMILY")]
-    checkpoints += [
-        (name, f["architecture"], f["name"])
-        for f in families
-        for name in f["checkpoints"]
-    ]
-    methods = [("CACHE METHOD", "OPTION", "VALUES", "MEANING")]
+    entries = ["CHECKPOINTS, by family and architecture"]
+    for family in families:
+        entries.append(f"  {family['name']} ({family['architecture']})")
+        entries += [f"    {name}" for name in family["checkpoints"]]
+    entries += ["", "CACHE METHODS and their options"]
     for name, options in supported["cache_methods"].items():
-        lines = [
-            (
-                option,
-                f"{allowed(schema)}; default {schema['default']!r}",
-                _first_sentence(schema),
-            )
-            for option, schema in options.items()
-        ]
-        first, *others = lines or [("(no options)", "", "")]
-        methods += [
-            (named(name, CACHE_METHODS), *first),
-            *(("", *line) for line in others),
-        ]
-    policies = [("UNMASKING POLICY", "DEFAULT FOR")]
+        entries.append(f"  {named(name, CACHE_METHODS)}")
+        for option, schema in options.items():
+            entries += [
+                f"    {option}: {allowed(schema)}; default {schema['default']!r}",
+                f"{_DETAIL}{_first_sentence(schema)}",
+            ]
+    entries += ["", "UNMASKING POLICIES"]
     for name in supported["unmasking"]:
-        policies.append(
-            (
-                name,
-                ", ".join(
-                    f["name"] for f in families if f["default_unmasking"] == name
-                ),
-            )
-        )
-    rules = [("PARALLEL UNMASKING", "VALUES", "WITH POLICIES")]
+        users = [f["name"] for f in families if f["default_unmasking"] == name]
+        entries.append(f"  {name}")
+        entries += [f"{_DETAIL}default for {', '.join(users)}"] if users else []
+    entries += ["", "PARALLEL UNMASKING, with which policies"]
     for name, rule in supported["parallel_unmasking"].items():
-        policies_of_rule = ", ".join(rule["policies"])
-        rules.append(
-            (named(name, PARALLEL_RULES), allowed(rule["value"]), policies_of_rule)
-        )
-    return "\n\n".join(
-        format_table(rows) for rows in (checkpoints, methods, policies, rules)
+        entries += [
+            f"  {named(name, PARALLEL_RULES)}: {allowed(rule['value'])}",
+            f"{_DETAIL}with {', '.join(rule['policies'])}",
+        ]
+    return "\n".join(_folded(entry, width) for entry in entries)
+
+
+def _folded(entry: str, width: int) -> str:
+    """An entry in lines of at most ``width``."""
+    lines = textwrap.wrap(
+        entry,
+        width,
+        subsequent_indent=_DETAIL,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
+    return "\n".join(lines)
 
 
 def allowed(schema: dict[str, Any]) -> str:

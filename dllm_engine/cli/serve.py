@@ -13,7 +13,7 @@ import os
 import sys
 from typing import Any
 
-from dllm_engine.checkpoints import check_folder, check_start
+from dllm_engine.checkpoints import check_folder, check_named_files, check_start
 from dllm_engine.cli.arguments import (
     DENOISING,
     CommandParser,
@@ -37,6 +37,7 @@ from dllm_engine.vllm_hooks.cpu_distribution import (
     register as register_cpu_distribution,
 )
 from dllm_engine.vllm_hooks.release import check_device, check_release
+from dllm_engine.vllm_hooks.serve_options import check_serve_options
 from dllm_engine.vllm_hooks.server import start as server_start
 
 ADDITIONAL_CONFIG = "--additional-config"
@@ -81,10 +82,12 @@ def add_arguments(parser: CommandParser) -> None:
         f"vLLM's own option; the arguments above are put into its key {OPTIONS_KEY!r}"
     )
     add_value(other, ADDITIONAL_CONFIG, json_object, "JSON", additional)
+    parser.set_defaults(own_options=parser._option_string_actions)
 
 
 def run(args: argparse.Namespace) -> int:
     server_start.end_on_signals()
+    check_serve_options(args.unknown, args.own_options)
     is_quiet = be_quiet_server(stated_arguments(args.unknown))
     if is_quiet and not sys.stderr.isatty():
         args.unknown = ["--no-use-tqdm-on-load", *args.unknown]
@@ -155,8 +158,8 @@ def merged_config(args: argparse.Namespace) -> dict[str, Any]:
             stated[name] = (before if isinstance(before, dict) else {}) | value
     options = options | stated
     engine = EngineOptions.parse(options)
+    check_named_files(engine)
     if engine.request_defaults:
-        check_release()  # what checks them needs it
         from dllm_engine.request_options.defaults import check_request_defaults
 
         check_request_defaults(engine)

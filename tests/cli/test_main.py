@@ -43,6 +43,17 @@ SERVE = "serve demo --port 0"
             'eval --unmasking-rules slow_fast={"span_steps":2,"span_window":0}',
             "slow_fast option span_window=0",
         ),
+        ("serve demo foo --trace", "'foo' is one argument too many"),
+        (f"{SERVE} --cahce-method none", "did you mean '--cache-method'?"),
+        (f"{SERVE} --max_modl_len=8", "did you mean '--max-model-len'?"),
+        (f"{SERVE} --no-enforce-eagerly", "--no-enforce-eagerly is unknown"),
+        (f"{SERVE} --kv-transfer-cfg.a.b 1", "--kv-transfer-cfg is unknown"),
+        (f"{SERVE} --max-num-seqs many", "--max-num-seqs needs a number, not 'many'"),
+        (f"{SERVE} --seed --headless", "--seed needs a number, not '--headless'"),
+        (f"{SERVE} --max-num-seqs", "--max-num-seqs needs a number, not None"),
+        (f"{SERVE} --guide-model /no/such", "folder /no/such does not exist"),
+        (f"{SERVE} --lora-path nowhere", "lora_path='nowhere' does not exist"),
+        ("generate --threshold 1.5 hi", "request option threshold=1.5"),
         (f"{SERVE} --cache-method magic", "unknown cache method"),
         (f"{SERVE} --threshold 1.5", "request default threshold=1.5"),
         (f"{SERVE} --block-length 0", "request default block_length=0"),
@@ -226,7 +237,17 @@ def test_the_command_alone_prints_its_help(capsys):
 
 @pytest.mark.parametrize(
     "line",
-    ["--help", "models", "plan fast-dllm-v2-7b", "plan demo", "generate --nothing"],
+    [
+        "--help",
+        "models",
+        "plan fast-dllm-v2-7b",
+        "plan demo",
+        "generate --nothing",
+        "generate --threshold 2 hi",
+        "serve demo --max-modl-len 8",
+        "serve demo --threshold 2",
+        "lm-eval --modl dllm",
+    ],
 )
 def test_what_needs_no_engine_loads_neither_vllm_nor_torch(line):
     check = (
@@ -324,11 +345,13 @@ def test_errors_are_one_line_and_name_their_type_if_no_user_was_meant_to_see_the
 # `dllm models` lists what the registries hold
 
 
-def test_tables_name_everything_and_json_holds_the_same(capsys):
+def test_the_list_names_everything_and_json_holds_the_same(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "72")
     assert main(["models"]) == 0
     printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) in range(66, 73)
     assert "float > 0, ≤ 1" in printed
-    words = printed.split()
+    words = printed.replace(": ", " ").split()
     assert "FULL steps of a window before the UPDATE step" in " ".join(words), (
         "what an option means"
     )

@@ -1,0 +1,77 @@
+"""Options of ``vllm serve``, from vLLM's sources: importing them takes seconds, and a
+mistyped name or number should be told at once.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from dllm_engine.text import did_you_mean
+
+_SOURCES = ("engine/arg_utils.py", "entrypoints/*/cli_args.py")
+"""Files that declare options, in vLLM's folder."""
+_FLAG = re.compile(r'"--([a-z][\w-]*)"()')
+_FIELD = re.compile(
+    r"^    ([a-z]\w*): ((?:int|float)(?= (?:\| None )?=)|)", re.MULTILINE
+)
+"""A field of a dataclass, which is an option of the same name."""
+_NO_NUMBERS = ("", "auto", "none", "inf")
+"""Texts that options of numbers may take."""
+
+
+def serve_options() -> dict[str, str]:
+    """By name with dashes: ``int`` or ``float`` for the options that are declared so,
+    else nothing. Some of the names are no options. Empty where vLLM or one of its files
+    is missing.
+    """
+    package = find_spec("vllm")
+    if package is None or package.origin is None:
+        return {}
+    options = {"help": ""}
+    for pattern in _SOURCES:
+        files = [*Path(package.origin).parent.glob(pattern)]
+        if not files:
+            return {}
+        for file in files:
+            text = file.read_text(encoding="utf-8")
+            for name, kind in (*_FLAG.findall(text), *_FIELD.findall(text)):
+                name = name.replace("_", "-")
+                options[name] = kind or options.get(name, "")
+    return options
+
+
+def is_option(name: str, known: Iterable[str]) -> bool:
+    """True for one of the names, for its beginning, which vLLM takes too, and for both
+    behind ``no-``.
+    """
+    return any(each.startswith(name.removeprefix("no-")) for each in known)
+
+
+def check_serve_options(words: Sequence[str], own: Iterable[str]) -> None:
+    """Raise ``ValueError`` if ``vllm serve`` surely does not take ``words`` behind a
+    model. ``own``: other options that a mistyped one may have meant.
+    """
+    if words and not words[0].startswith("-"):
+        raise ValueError(f"{words[0]!r} is one argument too many, behind the model")
+    known = serve_options()
+    for word, following in zip(words, [*words[1:], None], strict=False):
+        text, equals, value = word.partition("=")
+        option = text.partition(".")[0]
+        name = option.removeprefix("--").replace("_", "-")
+        if not known or name == option or " " in name:
+            continue  # a value, or an option of one letter
+        if not is_option(name, known):
+            flags = [*own, *(f"--{each}" for each in known)]
+            raise ValueError(
+                f"{option} is unknown{did_you_mean(option, flags)} (`dllm serve "
+                f"--help` lists this command's options, `vllm serve --help=all` those "
+                f"of vLLM)"
+            )
+        given = value if equals else following
+        if known.get(name) and (given is None or not _may_be_number(given)):
+            raise ValueError(f"{option} needs a number, not {given!r}")
+
+
+def _may_be_number(text: str) -> bool:
+    return any(each.isdigit() for each in text) or text.lower() in _NO_NUMBERS

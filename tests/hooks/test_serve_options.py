@@ -1,0 +1,53 @@
+"""Options of ``vllm serve`` as its sources declare them, beside its own parser."""
+
+import argparse
+from importlib.machinery import ModuleSpec
+
+import pytest
+from vllm.entrypoints.cli.serve import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from dllm_engine.vllm_hooks import serve_options
+from dllm_engine.vllm_hooks.serve_options import check_serve_options
+
+
+@pytest.fixture(scope="module")
+def parser():
+    return make_arg_parser(FlexibleArgumentParser())
+
+
+def test_every_option_is_known(parser):
+    flags = {flag for flag in parser._option_string_actions if flag.startswith("--")}
+    known = serve_options.serve_options()
+    own = {f"--{name}" for name in known} | {f"--no-{name}" for name in known}
+    assert flags <= own
+    assert len(flags & own) > 300
+
+
+def test_options_of_numbers_take_no_other_words(parser):
+    kinds = serve_options.serve_options()
+    numbers = [f"--{name}" for name, kind in kinds.items() if kind]
+    assert {"--port", "--max-model-len", "--gpu-memory-utilization"} <= {*numbers}
+    for flag in numbers:
+        with pytest.raises(argparse.ArgumentError):
+            parser._get_value(parser._option_string_actions[flag], "many")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--port 8000 -tp 2 --enforce-eager --no-enable-prefix-caching",
+        "--max-model-len=auto --max_num_seqs 1k --max-log-len None --max-log-len=",
+        "--gpu-memory 0.5 --hf-overrides.rope_scaling.factor 2 --help=all",
+        "-O.level 3 --additional-config.dllm+ a --seed -1",
+    ],
+)
+def test_what_vllm_takes_is_passed_on(line):
+    check_serve_options(line.split(), ())
+    check_serve_options(["--chat-template", "--a text with words"], ())
+
+
+def test_without_vllms_files_nothing_is_refused(monkeypatch, tmp_path):
+    for spec in (None, ModuleSpec("vllm", None, origin=str(tmp_path / "__init__.py"))):
+        monkeypatch.setattr(serve_options, "find_spec", lambda name, spec=spec: spec)
+        check_serve_options(["--nothing"], ())
