@@ -292,40 +292,47 @@ class RolloutPass(LayerPass):
         self, index: int, known: np.ndarray, confidence: np.ndarray
     ) -> np.ndarray:
         """The masked positions of the response that a request's next pass is to
-        predict. Those in the block that this pass worked on come before all others; of
-        several blocks the leftmost that is not finished, because the next pass has to
-        fill some of it.
+        predict: the best ones of a stretch, by confidence and certainty prior, those of
+        its first block before all others, because the next pass has to fill some of it.
 
         ``known`` bool, ``confidence`` float64, of the response: ``[gen_length]``.
         """
         spec = self.batch.canvases[index].spec
-        window = self.batch.plans[index].window
         options = D2CacheOptions.of(spec)
         masked = np.flatnonzero(~known)
-        first = window.start - spec.layout.prompt_length
-        stop = window.stop - spec.layout.prompt_length
-        if spec.schedule.block_add_threshold is not None:
-            first = masked[0] // spec.layout.block_length * spec.layout.block_length
-            stop = min(first + spec.layout.block_length, spec.layout.gen_length)
-        preferred = np.arange(first, stop)
-        unit = spec.layout.block_length
-        if options.range_unit == "masks":
-            preferred = preferred[~self.known_before[index][first:stop]]
-            first, unit = preferred[0], len(preferred)
+        first_block, unit = self._first_block(index, masked[0])
         scores = confidence * certainty_density(known, options.sigma)
-        scores[preferred] += scores.max()
+        scores[first_block] += scores.max()
         if spec.ends.delay_eos or spec.unmasking.slow_fast is not None:
             # Elsewhere an end token may be held back, or lie behind the span; the pass
             # must unmask something.
             scores[masked[0]] = np.inf
-        enough = masked[min(options.masked_rows, masked.size) - 1]
-        stop = (
-            len(known)
-            if masked.size < options.masked_rows
-            else (enough // unit + 1) * unit
-        )
-        within = masked[(masked >= first) & (masked < stop)]
-        return within[np.argsort(-scores[within], kind="stable")[: options.masked_rows]]
+        stop = len(known)
+        if masked.size >= options.masked_rows:
+            # Up to a whole number of units, from the beginning of the response.
+            stop = (masked[options.masked_rows - 1] // unit + 1) * unit
+        stretch = masked[(masked >= first_block[0]) & (masked < stop)]
+        return stretch[
+            np.argsort(-scores[stretch], kind="stable")[: options.masked_rows]
+        ]
+
+    def _first_block(self, index: int, first_mask: int) -> tuple[np.ndarray, int]:
+        """Positions in the response of the block that the next pass has to fill some
+        of, and the unit in which masks behind it are searched. It is the block that
+        this pass worked on; of several blocks, the leftmost that is not finished.
+        """
+        spec = self.batch.canvases[index].spec
+        unit = spec.layout.block_length
+        window = self.batch.plans[index].window
+        start, stop = (place - spec.layout.prompt_length for place in window)
+        if spec.schedule.block_add_threshold is not None:
+            start = first_mask // unit * unit
+            stop = min(start + unit, spec.layout.gen_length)
+        positions = np.arange(start, stop)
+        if D2CacheOptions.of(spec).range_unit == "masks":
+            positions = positions[~self.known_before[index][positions]]
+            unit = len(positions)
+        return positions, unit
 
 
 def _most_important(
