@@ -122,7 +122,8 @@ def run(args: argparse.Namespace) -> int:
         "engine": engine,
     }
     methods = None if args.methods in (None, "all") else args.methods.split(",")
-    alike = tasks.shared_part >= LEAST_SHARED_PART
+    page_size = engine.get("page_size", EngineOptions().page_size)
+    alike = tasks.shared_part(page_size) >= LEAST_SHARED_PART
     space = tuning.space_of(
         args.model, methods, _rules(args), decoding, begin_alike=alike
     )

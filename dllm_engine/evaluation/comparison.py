@@ -94,9 +94,10 @@ class Task(ABC):
         """Identifies examples that may change under the same name."""
         return ""
 
-    @property
-    def shared_part(self) -> float:
-        """Part of the prompts that begins other prompts too; 0 where unknown."""
+    def shared_part(self, page_size: int) -> float:
+        """Part of the prompts that begins other prompts too, as far as it may fill a
+        page of so many tokens; 0 where unknown.
+        """
         return 0.0
 
     @abstractmethod

@@ -37,8 +37,6 @@ DECISIONS = {"decisions": False, "decisions-json": True}
 """Tasks of decisions, and True for the one with JSON."""
 QUESTIONS = {f"questions-{kind}": kind for kind in QUESTION_KINDS}
 """Tasks of questions to the demo model, and their kind."""
-LEAST_SHARED = 64
-"""Characters that two prompts must begin with to share some: about a page."""
 
 
 def named_task(name: str, count: int | None, seed: int, match: str) -> Task:
@@ -82,8 +80,7 @@ class OwnTasks(Task):
     def digest(self) -> str:
         return settings_digest([task.model_dump() for task in self.tasks])
 
-    @property
-    def shared_part(self) -> float:
+    def shared_part(self, page_size: int) -> float:
         texts = sorted(
             task.prompt
             if isinstance(task.prompt, str)
@@ -92,7 +89,8 @@ class OwnTasks(Task):
         )
         # By characters, not by folders.
         sizes = (len(commonprefix(pair)) for pair in pairwise(texts))  # noqa: RUF071
-        alike = sum(size for size in sizes if size >= LEAST_SHARED)
+        # Pages are shared whole, and a token has a character at least.
+        alike = sum(size for size in sizes if size >= page_size)
         return alike / max(sum(map(len, texts)), 1)
 
     def score(self, engine: MeasuredEngine, decoding: dict[str, Any]) -> Result:

@@ -104,12 +104,14 @@ def test_prompts_are_shared_where_they_begin_alike_and_the_method_can():
 def test_the_shared_part_of_prompts_is_what_begins_another_one():
     def part(*prompts):
         tasks = [OwnTask(prompt=prompt, answer="x") for prompt in prompts]
-        return OwnTasks("mine", tasks, "exact").shared_part
+        return OwnTasks("mine", tasks, "exact").shared_part(page_size=32)
 
     text = 80 * "a"
     assert part(text + "bc", "xyz", text + "de") == 80 / (82 + 3 + 82)
     assert part([{"role": "user", "content": text + "b"}], text + "c") == 80 / 162
-    assert part("abcdef", "abcxyz") == part(text) == 0
+    page = text[:32]
+    assert part(page + "b", page + "c") == 32 / 66
+    assert part(page[1:] + "b", page[1:] + "c") == part(text) == 0
 
 
 def test_the_interval_is_that_of_bonett_and_price():
