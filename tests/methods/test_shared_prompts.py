@@ -25,6 +25,11 @@ from tests.support.stepped_engines import run_in_steps
 
 MODELS = ("llada-tiny-a", "dream-tiny-a")
 PAGE_SIZE = 8
+RESPONSE = {
+    "refresh": "response",
+    "prompt_refresh_interval": 2,
+    "pool_kernel_size": 1,
+}
 ENGINES: list[tuple[str, dict[str, Any]]] = [
     ("none", {}),
     ("prefix", {}),
@@ -33,6 +38,8 @@ ENGINES: list[tuple[str, dict[str, Any]]] = [
     ("dual", {"refresh": "near", "near_tokens": 5}),
     ("sparse", {"retention_ratio": 0.6, "pool_kernel_size": 1}),
     ("sparse", {"retention_ratio": 0.3, "update_delay": 0, "pool_kernel_size": 1}),
+    ("sparse", RESPONSE | {"retention_ratio": 0.6}),
+    ("sparse", RESPONSE | {"update_delay": 0, "scope": "prefix"}),
 ]
 
 
@@ -248,8 +255,8 @@ def test_room_for_rows_and_refreshes_is_counted_by_what_is_computed(
         ),
         ({"batch_invariant": True}, "batch_invariant=True; leave"),
         (
-            {"cache_method": "sparse", "cache_options": {"refresh": "response"}},
-            "refresh='response'; leave",
+            {"cache_method": "sparse", "cache_options": {"scorer": "all_voting"}},
+            "scorer='all_voting'; leave",
         ),
     ],
 )

@@ -5,7 +5,8 @@ computed them, in its first pass. Every later pass, also of that request, reads 
 computes the rest. The first pass of a request also computes the first and the last
 ``anchor_tokens`` that it finds, rounded up to whole pages, for itself alone; later
 passes read these. When a request has ended, the pages of its response are kept as the
-pass left them with which its last window began.
+pass left them with which its last window began; the first window begins with the pass
+that keeps the prompt.
 """
 
 import math
@@ -84,11 +85,14 @@ class SharedBuffer(Buffer):
 
     def forward(self, rows: Sequence[int], *read: Sequence[int]) -> torch.Tensor:
         rows = [position for position in rows if position not in self.shared_rows]
+        num_read = self.shared_rows.stop if self.shared_rows else 0
+        keeps_prompt = num_read < self.num_sharable
         logits = super().forward(rows, *read)
         self.shared.keep(self, self.run.prompt, self.num_sharable)
         self.shared_rows = range(self.num_sharable)
         is_aborted = len(self.run.order) >= self.shared.num_passes
-        if self.run.step == self.shared.update_step and not is_aborted:
+        is_due = keeps_prompt or self.run.step == self.shared.update_step
+        if is_due and not is_aborted:
             before = slice(self.run.window[0])
             self.in_order = self.k[:, before].clone(), self.v[:, before].clone()
         return logits

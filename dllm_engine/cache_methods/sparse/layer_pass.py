@@ -17,7 +17,7 @@ from dllm_engine.decoding.page_layout import PageKind
 from dllm_engine.decoding.step_plan import RefreshState, Retention
 from dllm_engine.kernels.attention_scores import mean_query_scores, select_retained
 from dllm_engine.kernels.paged_attention import attention_with_lse
-from dllm_engine.model_executor.batch_tables import ALL_LAYERS
+from dllm_engine.model_executor.batch_tables import ALL_LAYERS, TokenTables
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes.base import (
@@ -67,10 +67,13 @@ class SparsePass(AddingPass):
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         self.options, self.pages = SparseOptions.of(batch.canvases[0].spec), pages
         self.shared = SharedCandidates.of(batch)
+        reading = _reading(batch)
         adding = [
             PageKind.KV if plan.own is None else RETAINED_PAGES for plan in batch.plans
         ]
-        super().__init__(batch, pages, _reading(batch), adding)
+        super().__init__(batch, pages, reading, adding)
+        self.goes_on = [a == b for a, b in zip(reading, adding, strict=True)]
+        """True for a request that adds tokens behind those that it reads."""
         if self.shared.num_tokens:
             self.shared_slots = self.reading.token_slots(
                 ALL_LAYERS, *on_device(self.shared.places, batch.device).unbind()
@@ -166,9 +169,9 @@ class SparsePass(AddingPass):
         """Remember what is retained where a later refresh renews a part of it."""
         added = self.added(index)
         if added is not None and self.options.refresh != "all":
-            positions = self.batch.positions[results[0][:, added]]
+            positions = self.positions_of(results[0][:, added])
             canvas, read = self.batch.canvases[index], self.batch.plans[index].read
-            if read:
+            if read and self.goes_on[index]:
                 positions = torch.cat((canvas.own.positions[:, :read], positions), 1)
             canvas.own = RetainedPositions(positions)
         return None
@@ -202,14 +205,14 @@ class SparsePass(AddingPass):
         """Slots of the rows that requests keep in order; −1 of the others."""
         batch = self.batch
         bounds = [
-            (0, 0) if plan.own is None or plan.own.keeps is None else plan.own.keeps
-            for plan in batch.plans
+            (0, 0) if plan.own is None else plan.own.keeps for plan in batch.plans
         ]
         starts, stops = np.repeat(np.array(bounds), batch.sizes, axis=0).T
         positions = batch.host_positions
-        in_order = (positions >= starts) & (positions < stops)
-        kept = on_device(np.where(in_order, positions, -1), batch.device)
-        slots = self.reading.token_slots(ALL_LAYERS, batch.requests, kept.clamp(min=0))
+        is_kept = (positions >= starts) & (positions < stops)
+        kept = on_device(np.where(is_kept, positions, -1), batch.device)
+        in_order = TokenTables(batch, self.pages)
+        slots = in_order.token_slots(ALL_LAYERS, batch.requests, kept.clamp(min=0))
         slots.masked_fill_(kept[:, None] < 0, -1)
         self._keep_anchors(slots)
         return slots
@@ -324,7 +327,10 @@ class SharedCandidates:
         sizes = {
             i: plan.read - plan.num_anchored
             for i, plan in enumerate(batch.plans)
-            if plan.own is not None and plan.adds and plan.read
+            if plan.own is not None
+            and plan.own.reads == PageKind.KV
+            and plan.adds
+            and plan.read
         }
         starts = [batch.plans[i].num_anchored for i in sizes]
         owners, positions = ranges(starts, [*sizes.values()])
@@ -337,12 +343,7 @@ class SharedCandidates:
 
 def _reading(batch: StepBatch) -> list[str]:
     """The tables that each request reads."""
-    return [
-        PageKind.KV
-        if plan.own is None or plan.own.keeps is not None
-        else RETAINED_PAGES
-        for plan in batch.plans
-    ]
+    return [PageKind.KV if plan.own is None else plan.own.reads for plan in batch.plans]
 
 
 def _is_chosen_from(retention: Retention) -> bool:

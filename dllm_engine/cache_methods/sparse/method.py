@@ -11,10 +11,12 @@ from dllm_engine.cache_methods.base import CacheMethod, ScorerName
 from dllm_engine.cache_methods.window_refresh import (
     RefreshOptions,
     refresh_then_reuse,
+    refreshed,
     split,
+    whole_is_due,
 )
 from dllm_engine.decoding.canvas_layout import Blocks, Span
-from dllm_engine.decoding.page_layout import PageCounts, PoolGeometry
+from dllm_engine.decoding.page_layout import PageCounts, PageKind, PoolGeometry
 from dllm_engine.decoding.progress import Progress
 from dllm_engine.decoding.spec import DecodingSpec, EvictingOptions, TunedValues
 from dllm_engine.decoding.step_plan import (
@@ -62,8 +64,6 @@ class SparseOptions(RefreshOptions, EvictingOptions):
 
     @property
     def unshared(self) -> str | None:
-        if self.refresh != "all":
-            return f"refresh={self.refresh!r}"
         if self.scorer != "mean_query":
             return f"scorer={self.scorer!r}"
         return None
@@ -91,8 +91,10 @@ class SharingStep:
     in order, and beside it what is retained.
     """
 
-    keeps: Span | None
-    """Positions that the step keeps in order; None: it reads what is retained."""
+    reads: str
+    """Kind of pages that the step reads."""
+    keeps: Span
+    """Positions that the step keeps in order."""
 
 
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
@@ -111,26 +113,30 @@ def _plan_sharing(
     """Plan the steps of ``plan`` behind a shared beginning of the prompt, whose tokens
     are candidates for retention like all others.
     """
-    window = spec.layout.span_of(progress.running)
+    window, start = spec.layout.span_of(progress.running), progress.num_shared
     if progress.step > update_delay:
         work = StepWork(
             RefreshState.REUSE, Scope.ACTIVE, window, read=progress.retained
         )
         reuse = step_plan(spec, progress, work)
-        reuse.own = SharingStep(None)
+        reuse.own = SharingStep(RETAINED_PAGES, Span(start, start))
         return reuse
-    start = progress.num_shared
+    old, new = retain(spec, window, num_shared=0)
+    if whole_is_due(spec, progress, update_delay):
+        reads, read, num_before, adds = PageKind.KV, start, 0, [old, *new]
+        span = Span(start, spec.layout.visible(window).stop)
+    else:
+        reads, read, num_before, adds = RETAINED_PAGES, old.count, old.count, new
+        span = refreshed(spec, window, start)
     keeps, state = Span(start, start), RefreshState.REUSE
-    adds: list[Retention] = []
-    if progress.step == update_delay:
-        _, adds = retain(spec, window, num_shared=0)
+    if progress.step < update_delay:
+        adds = []
     if adds or start < (spec.num_sharable or 0):
-        keeps, state = Span(start, window.start), RefreshState.UPDATE
-    scope = Scope.ACTIVE if start else Scope.ALL
-    span = Span(start, spec.layout.visible(window).stop)
-    refresh = step_plan(spec, progress, StepWork(state, scope, span, start, adds))
-    refresh.retained = sum(retention.count for retention in adds)
-    refresh.own = SharingStep(keeps)
+        keeps, state = Span(span.start, window.start), RefreshState.UPDATE
+    scope = Scope.ACTIVE if read else Scope.ALL
+    refresh = step_plan(spec, progress, StepWork(state, scope, span, read, adds))
+    refresh.retained = num_before + sum(retention.count for retention in adds)
+    refresh.own = SharingStep(reads, keeps)
     return refresh
 
 
