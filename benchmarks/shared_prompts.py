@@ -251,7 +251,7 @@ def draw(rows: Sequence[Row], path: Path | None) -> None:
     figure = Figure(figsize=(11, 3.4), dpi=120, layout="constrained")
     panels = figure.subplots(1, len(KINDS), sharey=True)
     for axes, kind in zip(panels, KINDS, strict=True):
-        axes.set(title=kind, ylim=(0, 103), xlabel="anchor_tokens")
+        axes.set(title=kind, xlabel="anchor_tokens")
         axes.grid(alpha=0.3)
         for method in dict.fromkeys(row.method for row in rows):
             own = [row for row in rows if (row.task, row.method) == (kind, method)]

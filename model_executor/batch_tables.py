@@ -145,10 +145,9 @@ class KVTables:
         """Set how many tokens each request attends to, in place. Requests behind those
         of ``head_len`` attend to none: what is left of their tables may be pages that
         are another's by now."""
-        self.token_lens[: head_len.shape[0]], self.token_lens[head_len.shape[0] :] = (
-            head_len,
-            0,
-        )
+        num_requests = head_len.shape[0]
+        self.token_lens[:num_requests] = head_len
+        self.token_lens[num_requests:].zero_()
         self.head_len.copy_(self.token_lens[:, None])
 
     def paged_tokens(self, layer: int) -> PagedTokens:

@@ -264,6 +264,15 @@ class StepBatch(RowBounds):
             and self.host_positions[self.bounds[index]] == span.start
         )
 
+    def computes_all(self, lengths: Sequence[int]) -> list[bool]:
+        """Return True for each request that computes all of the tokens, as many as
+        ``lengths`` says, that it attends to: pages would give back what was just
+        computed.
+        """
+        return [
+            size == length for size, length in zip(self.sizes, lengths, strict=True)
+        ]
+
     def split_rows(self, alone: Sequence[bool]) -> SplitRows:
         return SplitRows(self.sizes, alone, self.device, self.limits)
 

@@ -210,6 +210,7 @@ class LayoutGraph:
         places, positions = self.inputs[:2]
         self.holds = self.recorded_pass = layer_pass
         """The recorded work reads other tensors of its pass as well."""
+        layer_pass.recorded = True
         # Not launched first: rows are chosen by what the last step has left, which this
         # work replaces.
         self.replay = record(

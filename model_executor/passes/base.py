@@ -76,6 +76,8 @@ class LayerPass:
     """Runs all layers in one forward pass."""
 
     repeats = Repeats.OTHER_WORK
+    recorded = False
+    """True for a pass that is recorded: it must not wait for the device."""
     observe: Observe | None = None
     """None: the pass observes no predictions. Else it observes those of the candidates,
     and of ``observed``.

@@ -68,14 +68,7 @@ class OverwritePass(PagedPass):
         reads = [plan.read for plan in batch.plans]
         self.batch, tokens = batch, TokenTables(batch, pages, head_len=reads)
         tokens.check_room(batch.plans)
-        # Where all that is read is computed, the pages would give back what was just
-        # computed.
-        rows = batch.split_rows(
-            [
-                plan.read == size
-                for plan, size in zip(batch.plans, batch.sizes, strict=True)
-            ]
-        )
+        rows = batch.split_rows(batch.computes_all(reads))
         super().__init__(tokens, rows, tokens.row_slots(), attend_fresh=False)
         if all(plan.state is RefreshState.REUSE for plan in batch.plans):
             self.repeats = Repeats.SAME_WORK

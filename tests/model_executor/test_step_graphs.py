@@ -53,7 +53,7 @@ def recording(engines, monkeypatch):
     return start
 
 
-ALWAYS_CHOOSING = ("dllm_cache", "maskkv", "es_dllm", "d2_cache")
+ALWAYS_CHOOSING = ("dllm_cache", "maskkv", "es_dllm", "d2_cache", "focus")
 """Methods whose layers choose rows in every step: equal requests alone share a recorded
 pass that does.
 """
@@ -65,7 +65,7 @@ def recordable() -> list[tuple[dict[str, Any], str]]:
     for.
     """
     full = itertools.cycle(["llada", "llada_moe", "dream"])
-    found = [{"cache_method": name} for name in CACHE_METHODS if name != "focus"]
+    found = [{"cache_method": name} for name in CACHE_METHODS]
     found.append(
         {"cache_method": "dual", "cache_options": {"refresh": "near", "near_tokens": 4}}
     )
@@ -104,7 +104,12 @@ that choose alike and launched for the others."""
 
 
 @pytest.mark.parametrize(
-    ("method", "family"), [*recordable(), ({"cache_method": "block"}, "llada2")]
+    ("method", "family"),
+    [
+        *recordable(),
+        ({"cache_method": "block"}, "llada2"),
+        ({"cache_method": "focus", "cache_options": {"select": "top"}}, "llada2"),
+    ],
 )
 def test_recorded_steps_give_the_same_tokens(
     engines, recording, request, method, family

@@ -132,12 +132,11 @@ class EarlySkipPass(LayerPass):
         self.copy_tokens = self._copy_tokens()
 
         self.skips = [step.skips for step in self.steps]
-        # Of a canvas that is computed as a whole, the pages would give back what was
-        # just computed.
+        lengths = [canvas.spec.layout.canvas_length for canvas in batch.canvases]
         alone = [
-            size == canvas.spec.layout.canvas_length and not reads and not skips
-            for size, canvas, reads, skips in zip(
-                sizes, batch.canvases, self.reading, self.skips, strict=True
+            whole and not reads and not skips
+            for whole, reads, skips in zip(
+                batch.computes_all(lengths), self.reading, self.skips, strict=True
             )
         ]
         self.stages = [SplitRows(sizes, alone, device)]

@@ -16,14 +16,21 @@ import torch
 import torch.nn.functional as F
 from vllm.distributed import tensor_model_parallel_all_reduce
 
+from dllm_engine.cache_methods.focus.eviction import MaskedRows, OwnMasks
 from dllm_engine.cache_methods.focus.method import FocusOptions, FocusStep
 from dllm_engine.decoding.canvas_layout import Span
-from dllm_engine.decoding.step_plan import StepPlan
-from dllm_engine.model_executor.batch_tables import TokenTables
+from dllm_engine.decoding.step_plan import RefreshState, StepPlan
+from dllm_engine.model_executor.batch_tables import ALL_LAYERS, TokenTables
 from dllm_engine.model_executor.canvas_store import Canvas
+from dllm_engine.model_executor.graphs.recording import HOST_BOUND_ROWS, padded
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
-from dllm_engine.model_executor.passes.base import LayerPass, Results, attend_split
+from dllm_engine.model_executor.passes.base import (
+    GraphParts,
+    LayerPass,
+    Results,
+    attend_split,
+)
 from dllm_engine.model_executor.step_batch import SplitRows, StepBatch
 from dllm_engine.model_executor.transfer import on_device
 
@@ -31,8 +38,6 @@ EVICTING_LAYER = 1
 """The importance of a row is compared between the layer before this one and this one,
 which drops rows.
 """
-POOL_KERNEL_SIZE = 3
-"""Neighbouring masked keys of which the highest score counts."""
 
 
 @dataclass(frozen=True)
@@ -70,63 +75,83 @@ class BlockState:
 class FocusPass(LayerPass):
     """Requests in every phase share the pass. Those that feed prompts or a decision, or
     have few masked rows left, keep all rows.
+
+    Launched, the pass goes on with the rows that stay: how many these are, the host
+    waits for. Recorded, it goes on with all rows; what leaves is not written, and
+    nothing attends to it.
     """
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         self.batch, self.pages = batch, pages
-        self.options = options = FocusOptions.of(batch.canvases[0].spec)
+        self.options = FocusOptions.of(batch.canvases[0].spec)
         self.num_layers = pages.geometry.num_layers
-        self.states: list[BlockState | None] = []
+        self.states = [
+            self._state(plan, canvas)
+            for plan, canvas in zip(batch.plans, batch.canvases, strict=True)
+        ]
         """The state of each request before the pass; None: it is a step of block
         diffusion alone.
         """
-        for plan, canvas in zip(batch.plans, batch.canvases, strict=True):
-            step: FocusStep | None = plan.own
-            if step is None:
-                self.states.append(None)
-                continue
-            state = canvas.own or BlockState(options.keep)
-            if step.begins_block:
-                state = state.next_block(_block(plan, canvas).start, options)
-            self.states.append(state)
-        self.masked: dict[int, np.ndarray] = {}
-        """Masked positions of the requests that drop rows."""
-        if options.select != "none" and self.num_layers > EVICTING_LAYER:
-            for index, state in enumerate(self.states):
-                if state is None:
-                    continue
-                block = _block(batch.plans[index], batch.canvases[index])
-                known = batch.canvases[index].known[slice(*block)]
-                masked = block.start + np.flatnonzero(known < 0)
-                if masked.size > state.keep:
-                    self.masked[index] = masked
+        masks = [self._masks(index) for index in range(len(batch.plans))]
+        self.drops_rows = any(own is not None for own in masks)
+        width = max(canvas.spec.layout.attended_length for canvas in batch.canvases)
+        self.masked = MaskedRows(masks, width, batch.device)
         last_rows = np.array(batch.bounds[1:]) - 1
         ends = (batch.host_positions[last_rows] + 1).tolist()
         self.tables = TokenTables(batch, pages, head_len=ends)
-        # Where all that is read is computed, the pages would give back what was just
-        # computed.
+        self.ends = on_device(ends, batch.device, torch.int32)
+        """Tokens that the rows of each request attend to before some rows leave."""
         self.alone = [
-            size == end and index not in self.masked
-            for index, (size, end) in enumerate(zip(batch.sizes, ends, strict=True))
+            whole and own is None
+            for whole, own in zip(batch.computes_all(ends), masks, strict=True)
         ]
+        num_rows, self.graph_rows = batch.bounds[-1], 0
+        if (
+            num_rows <= HOST_BOUND_ROWS
+            and batch.limits is None
+            and all(plan.state is RefreshState.REUSE for plan in batch.plans)
+        ):
+            self.graph_rows = padded(num_rows) or num_rows
+            self.alone = [False] * len(masks)
         self.rows = batch.split_rows(self.alone)
-        if self.masked:
-            self._lay_out_masked()
-
-    def _lay_out_masked(self) -> None:
-        """Set the masked rows ``[requests, most masked rows]`` of those that drop rows,
-        filled up with row 0, and which of them are real.
+        """The rows that layers compute before some leave."""
+        if self.graph_rows:
+            self.rows.paged.max_seqlen = width
+        more = max(self.graph_rows - num_rows, 0)
+        places = self.tables.slots(
+            ALL_LAYERS, batch.requests, batch.positions, pages.page_size
+        )
+        self.places = F.pad(places, (0, more), value=-1)
+        """Place of each row in pages, ``[num_layers, num_rows]``; −1 behind the rows of
+        the batch.
         """
-        shape = len(self.masked), max(map(len, self.masked.values()))
-        rows = np.zeros(shape, dtype=np.int64)
-        real = np.zeros(shape, dtype=bool)
-        for line, (index, masked) in enumerate(self.masked.items()):
-            own = self.batch.host_positions[self.batch.rows(index)]
-            first = self.batch.bounds[index]
-            rows[line, : masked.size] = first + np.searchsorted(own, masked)
-            real[line, : masked.size] = True
-        self.masked_rows = on_device(rows, self.batch.device)
-        self.is_masked = on_device(real, self.batch.device, torch.bool)
+        self.requests = F.pad(batch.requests, (0, more))
+        self.num_finished = batch.sizes
+        """Rows of each request that go through all layers, at most."""
+        self.finished_positions: dict[int, np.ndarray] = {}
+        """Canvas positions of those that did, by request."""
+
+    def _state(self, plan: StepPlan, canvas: Canvas) -> BlockState | None:
+        step: FocusStep | None = plan.own
+        if step is None:
+            return None
+        state: BlockState = canvas.own or BlockState(self.options.keep)
+        if step.begins_block:
+            state = state.next_block(_block(plan, canvas).start, self.options)
+        return state
+
+    def _masks(self, index: int) -> OwnMasks | None:
+        state, canvas = self.states[index], self.batch.canvases[index]
+        keeps_all = self.options.select == "none" or self.num_layers <= EVICTING_LAYER
+        if state is None or keeps_all:
+            return None
+        block = _block(self.batch.plans[index], canvas)
+        masked = block.start + np.flatnonzero(canvas.known[slice(*block)] < 0)
+        if masked.size <= state.keep:
+            return None
+        own = self.batch.host_positions[self.batch.rows(index)]
+        rows = self.batch.bounds[index] + np.searchsorted(own, masked)
+        return OwnMasks(masked, rows, state.keep, state.processed)
 
     @staticmethod
     def positions(plan: StepPlan, canvas: Canvas) -> np.ndarray:
@@ -144,109 +169,101 @@ class FocusPass(LayerPass):
         neighbour_was_known = np.append(was_known[1:], True)
         return rows[~(was_known & neighbour_was_known)]
 
-    def finished(self, results: Results) -> tuple[torch.Tensor, Sequence[int]] | None:
-        if not self.masked:
+    def graph_parts(self) -> GraphParts | None:
+        if not self.graph_rows:
             return None
-        is_finished, kept = results
-        first_kept = np.searchsorted(kept.numpy(), self.batch.bounds)
-        return is_finished, np.diff(first_kept).tolist()
+        inputs = [
+            self.places,
+            self.requests,
+            self.tables.tables,
+            self.ends,
+            *self.rows.graph_inputs(),
+            *self.masked.graph_inputs(),
+        ]
+        return GraphParts(self.drops_rows, inputs, self.graph_rows)
+
+    def finished(self, results: Results) -> tuple[torch.Tensor, Sequence[int]] | None:
+        return (results[0], self.num_finished) if self.drops_rows else None
 
     def __call__(
         self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases
     ) -> tuple[torch.Tensor, Results]:
-        """The results are, where rows are dropped, those of ``finished``, and the rows
-        that went on, which the host has.
-        """
-        slots = self.tables.row_slots()
-        rows = torch.arange(hidden.shape[0], device=hidden.device)
-        split = self.rows
-        x, importance = hidden, hidden.new_zeros(())
+        """The result is, where rows are dropped, whether each row went through all
+        layers, bool ``[num_rows]``."""
+        num_rows, positions, split = len(hidden), phases.positions, self.rows
+        if self.recorded:
+            split.num_paged_rows = num_rows
+        self.tables.set_lengths(self.ends)
+        slots = self.pages.slots(self.places[:, :num_rows])
+        rows = torch.arange(num_rows, device=hidden.device)
+        x, importance, results = hidden, hidden.new_zeros(()), []
         for index, layer in enumerate(layers):
             q, k, v = layer.qkv(layer.attn_norm(x), phases)
             self.pages.write(k, v, slots[index], rows)
-            if self.masked and index <= EVICTING_LAYER:
+            evicts = self.drops_rows and index == EVICTING_LAYER
+            if self.drops_rows and index <= EVICTING_LAYER:
                 before = importance
-                importance = self._importance(q, k)
-            if self.masked and index == EVICTING_LAYER:
-                kept = self._kept_rows(importance - before)
-                rows = on_device(np.concatenate(kept), hidden.device)
-                x, phases = x[rows], phases[rows]
-                q, k, v = q[rows], k[rows], v[rows]
-                limits = self.batch.limits
-                limits = None if limits is None else limits[rows]
-                sizes = [len(own) for own in kept]
-                split = SplitRows(sizes, self.alone, hidden.device, limits)
+                importance = self.masked.importance(q, k)
+            if evicts:
+                stay = self._stay(importance - before, num_rows)
+                results = [stay]
+                if self.recorded:
+                    slots = slots.masked_fill(~stay[:, None], -1)
+                else:
+                    rows, split = self._compact(stay)
+                    x, phases = x[rows], phases[rows]
+                    q, k, v = q[rows], k[rows], v[rows]
             attended = layer.o_proj(
                 attend_split(index, self.tables, (q, k, v), split, attend_fresh=False)
             )
             x += layer.mlp(layer.mlp_norm(x, attended))
-            if self.masked and index == EVICTING_LAYER:
-                ends = [self.batch.host_positions[own[-1]] + 1 for own in kept]
-                self.tables.set_lengths(
-                    on_device(np.array(ends), hidden.device, torch.int32)
-                )
-        if not self.masked:
-            return x, ()
-        hidden[rows] = x
-        finished = torch.zeros(hidden.shape[0], dtype=torch.bool, device=hidden.device)
-        finished.index_fill_(0, rows, True)
-        return hidden, (finished, torch.from_numpy(np.concatenate(kept)))
+            if evicts:
+                self._end_at_last(stay, positions)
+        if x is not hidden:
+            hidden[rows] = x
+        return hidden, results
 
-    def _importance(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """The attention that each masked row gets from the masked rows of its request,
-        over all heads, float32 ``[requests, most masked rows]``; the paper's I.
-        """
-        queries = q[self.masked_rows].float()
-        keys = k[self.masked_rows].float()
-        # Query heads share KV heads in consecutive groups.
-        queries = queries.unflatten(2, (keys.shape[2], -1))
-        scores = torch.einsum("rihgd,rjhd->rhgij", queries, keys).flatten(1, 2)
-        scores = scores / math.sqrt(q.shape[-1])
-        is_key = self.is_masked[:, None, None, :]
-        scores = scores.masked_fill(~is_key, -math.inf)
-        highest = F.max_pool1d(
-            scores.flatten(0, 2), POOL_KERNEL_SIZE, 1, POOL_KERNEL_SIZE // 2
-        ).view_as(scores)
-        attention = highest.masked_fill(~is_key, -math.inf).softmax(dim=-1)
-        return (attention * self.is_masked[:, None, :, None]).sum(dim=(1, 2))
+    def _stay(self, rises: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """Rows that go on, bool ``[num_rows]``; ``rises`` as ``MaskedRows.importance``."""
+        # Every rank scores with its own heads; all must keep the same rows.
+        rises = tensor_model_parallel_all_reduce(rises)
+        return self.masked.stay(rises, num_rows, self.options)
 
-    def _kept_rows(self, rises: torch.Tensor) -> list[np.ndarray]:
-        """Rows of the batch that go on, by request; ``rises`` as ``_importance``."""
-        # Every rank scores with its own heads; all must keep the same rows. The host
-        # waits here: how many rows go on is its choice of shapes.
-        rises_of_requests = tensor_model_parallel_all_reduce(rises).cpu().numpy()
-        kept = [
-            np.arange(*bounds)
-            for bounds in zip(self.batch.bounds, self.batch.bounds[1:], strict=False)
-        ]
-        for line, (index, masked) in enumerate(self.masked.items()):
-            state = self.states[index]
-            assert state is not None
-            stays = selected(
-                rises_of_requests[line, : masked.size], masked, state, self.options
-            )
-            own = self.batch.host_positions[kept[index]]
-            kept[index] = kept[index][~np.isin(own, masked[~stays])]
-        return kept
+    def _compact(self, stay: torch.Tensor) -> tuple[torch.Tensor, SplitRows]:
+        """The rows that go on, and their bounds. The host waits for ``stay``."""
+        rows = np.flatnonzero(stay.cpu().numpy())
+        sizes = np.diff(np.searchsorted(rows, self.batch.bounds)).tolist()
+        self.num_finished = sizes
+        on_it, limits = on_device(rows, stay.device), self.batch.limits
+        limits = None if limits is None else limits[on_it]
+        return on_it, SplitRows(sizes, self.alone, stay.device, limits)
+
+    def _end_at_last(self, stay: torch.Tensor, positions: torch.Tensor) -> None:
+        """Let the rows of each request attend to nothing behind the last that goes on."""
+        ends = torch.zeros_like(self.ends)
+        own = torch.where(stay, positions + 1, 0).to(ends.dtype)
+        requests = self.requests[: len(stay)]
+        self.tables.set_lengths(ends.scatter_reduce_(0, requests, own, "amax"))
+
+    def asked(self, results: Results) -> list[torch.Tensor]:
+        return [*results]
 
     def take_answers(
         self, index: int, results: Results, answers: Sequence[np.ndarray]
     ) -> int | None:
-        state = self.states[index]
+        rows, state = self.batch.rows(index), self.states[index]
+        finished = self.batch.host_positions[rows]
+        if self.drops_rows:
+            finished = finished[answers[0][rows]]
+        self.finished_positions[index] = finished
         canvas = self.batch.canvases[index]
         if state is not None:
-            processed = int(self._finished_positions(index, results)[-1]) + 1
-            canvas.own = state.after(len(canvas.last_unmasked), processed, self.options)
+            num_filled, processed = len(canvas.last_unmasked), int(finished[-1]) + 1
+            canvas.own = state.after(num_filled, processed, self.options)
         return None
 
-    def _finished_positions(self, index: int, results: Results) -> np.ndarray:
-        rows = np.arange(*self.batch.bounds[index : index + 2])
-        if index in self.masked:
-            rows = np.intersect1d(rows, results[1].numpy(), assume_unique=True)
-        return self.batch.host_positions[rows]
-
     def rows_computed(self, index: int, num_rows: int, results: Results) -> int:
-        num_finished = self._finished_positions(index, results).size
+        num_finished = self.finished_positions[index].size
         first = EVICTING_LAYER + 1
         rest = self.num_layers - EVICTING_LAYER - 1
         return -(-(first * num_rows + rest * num_finished) // self.num_layers)
@@ -256,30 +273,8 @@ class FocusPass(LayerPass):
         if self.states[index] is None:
             return {}
         block = _block(self.batch.plans[index], self.batch.canvases[index])
-        finished = self._finished_positions(index, results)
+        finished = self.finished_positions[index]
         return {"selected_positions": [finished[finished >= block.start].tolist()]}
-
-
-def selected(
-    rises: np.ndarray, masked: np.ndarray, state: BlockState, options: FocusOptions
-) -> np.ndarray:
-    """Masked rows that go on, bool ``[masked rows]``. ``rises``: of each one's
-    importance between the first two layers.
-
-    They are those that rise most, the left neighbours of these, and every row left of
-    them that no pass over the block has processed yet: what follows attends to it.
-    """
-    chosen = np.zeros(masked.size, dtype=bool)
-    if options.select == "dynamic":
-        wide = rises.astype(np.float64)
-        deviation = wide.std(ddof=int(options.deviation == "sample"))
-        chosen = wide >= wide.mean() + deviation
-    if np.count_nonzero(chosen) < state.keep:
-        chosen = np.zeros(masked.size, dtype=bool)
-        chosen[np.argsort(-rises, kind="stable")[: state.keep]] = True
-    chosen = chosen | np.isin(masked + 1, masked[chosen])
-    rightmost = masked[chosen][-1]
-    return chosen | ((masked < rightmost) & (masked >= state.processed))
 
 
 def _block(plan: StepPlan, canvas: Canvas) -> Span:

@@ -21,8 +21,8 @@ class FocusOptions(CacheOptions):
     """
 
     alpha: float = Field(default=1.5, ge=-16, le=16)
-    """``k`` is this many times the mean number of tokens filled by a pass of the block,
-    rounded up. 0 or less: ``k`` stays ``keep``.
+    """α: ``k`` is this many times the mean number of tokens filled by a pass of the
+    block, rounded up. 0 or less: ``k`` stays ``keep``.
     """
     keep: int = Field(default=1, ge=1)
     """``k`` in the first pass of a response."""

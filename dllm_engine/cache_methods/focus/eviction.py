@@ -1,0 +1,122 @@
+"""Masked rows that a pass of FOCUS keeps: those that it expects to decode."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from dllm_engine.cache_methods.focus.method import FocusOptions
+from dllm_engine.model_executor.transfer import on_device
+
+POOL_KERNEL_SIZE = 3
+"""Neighbouring masked keys of which the highest score counts."""
+
+
+@dataclass(frozen=True)
+class OwnMasks:
+    """Masked rows of a request that may drop some."""
+
+    positions: np.ndarray
+    """In the canvas, ascending."""
+    rows: np.ndarray
+    """In the batch."""
+    keep: int
+    """Rows that go on at least; fewer than there are."""
+    processed: int
+    """The block's positions before this one went through all layers."""
+
+
+class MaskedRows:
+    """Masked rows of a batch's requests side by side, on the device: ``[num_requests,
+    width]``, filled up with row 0.
+    """
+
+    def __init__(
+        self, requests: Sequence[OwnMasks | None], width: int, device: torch.device
+    ) -> None:
+        """``requests``: None for one that drops no row."""
+        shape = len(requests), width
+        rows = np.zeros(shape, dtype=np.int64)
+        keep = np.zeros((len(requests), 1), dtype=np.int64)
+        exist, have_neighbours, unprocessed = flags = np.zeros((3, *shape), dtype=bool)
+        for number, own in enumerate(requests):
+            if own is None:
+                continue
+            size, keep[number] = own.rows.size, own.keep
+            rows[number, :size] = own.rows
+            exist[number, :size] = True
+            have_neighbours[number, : size - 1] = np.diff(own.positions) == 1
+            unprocessed[number, :size] = own.positions >= own.processed
+        self.rows = on_device(rows, device)
+        self.flags = on_device(flags, device, torch.bool)
+        """True for a row that exists; whose right neighbour is the next masked row; and
+        that no pass over the block has taken through all layers yet.
+        """
+        self.keep = on_device(keep, device)
+        """``OwnMasks.keep``, ``[num_requests, 1]``."""
+
+    def graph_inputs(self) -> list[torch.Tensor]:
+        return [self.rows, self.flags, self.keep]
+
+    def importance(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        """The attention that each masked row gets from the masked rows of its request,
+        over all heads, float32 ``[num_requests, width]``; the paper's I.
+        """
+        exist = self.flags[0]
+        queries, keys = q[self.rows].float(), k[self.rows].float()
+        # Query heads share KV heads in consecutive groups.
+        queries = queries.unflatten(2, (keys.shape[2], -1))
+        scores = torch.einsum("rihgd,rjhd->rhgij", queries, keys).flatten(1, 2)
+        scores = scores / math.sqrt(q.shape[-1])
+        is_key = exist[:, None, None, :]
+        scores = scores.masked_fill(~is_key, -math.inf)
+        highest = F.max_pool1d(
+            scores.flatten(0, 2), POOL_KERNEL_SIZE, 1, POOL_KERNEL_SIZE // 2
+        ).view_as(scores)
+        attention = highest.masked_fill(~is_key, -math.inf).softmax(dim=-1)
+        return (attention * exist[:, None, :, None]).sum(dim=(1, 2))
+
+    def stay(
+        self, rises: torch.Tensor, num_rows: int, options: FocusOptions
+    ) -> torch.Tensor:
+        """Rows of the batch that go on, bool ``[num_rows]``. ``rises``: of each masked
+        row's importance between the first two layers; the paper's ΔI.
+        """
+        leave = self.flags[0] & ~self.selected(rises, options)
+        counts = torch.zeros(num_rows, dtype=torch.int64, device=rises.device)
+        return counts.index_add_(0, self.rows.flatten(), leave.flatten().long()) == 0
+
+    def selected(self, rises: torch.Tensor, options: FocusOptions) -> torch.Tensor:
+        """Masked rows that go on, bool ``[num_requests, width]``.
+
+        They are those that rise most, the left neighbours of these, and every row left
+        of them that no pass over the block has processed yet: what follows attends to
+        it.
+        """
+        exist, have_neighbours, unprocessed = self.flags
+        chosen = torch.zeros_like(exist)
+        if options.select == "dynamic":
+            wide, counts = rises.double(), exist.sum(dim=1, keepdim=True)
+            mean = _sum(wide, exist) / counts
+            squares = _sum((wide - mean).square(), exist)
+            deviation = (squares / (counts - int(options.deviation == "sample"))).sqrt()
+            chosen = exist & (wide >= mean + deviation)
+        # Of equal ones the leftmost first.
+        order = rises.masked_fill(~exist, -math.inf).argsort(
+            dim=1, descending=True, stable=True
+        )
+        highest = order.argsort(dim=1) < self.keep
+        too_few = chosen.sum(dim=1, keepdim=True) < self.keep
+        chosen = torch.where(too_few, highest, chosen)
+        chosen = chosen | (F.pad(chosen[:, 1:], (0, 1)) & have_neighbours)
+        numbers = torch.arange(1, exist.shape[1] + 1, device=exist.device)
+        rightmost = (chosen * numbers).amax(dim=1, keepdim=True)
+        return chosen | (unprocessed & (numbers < rightmost))
+
+
+def _sum(values: torch.Tensor, exist: torch.Tensor) -> torch.Tensor:
+    """Sum over those of each request that exist, ``[num_requests, 1]``."""
+    return values.masked_fill(~exist, 0).sum(dim=1, keepdim=True)
