@@ -136,12 +136,6 @@ def _check(fields: dict[str, Any], around: Any, serving: Any) -> None:
     length = fields.get("max_tokens")
     if not isinstance(suffix, str):
         raise InvalidRequestError(f"suffix is a {type(suffix).__name__}, not a text")
-    if family.attention != "full":
-        raise InvalidRequestError(
-            f"{family.name} cannot fill in before a suffix: its blocks are final before "
-            f"what stands behind them is seen; use a model that attends to the whole "
-            f"canvas (`dllm models`)"
-        )
     if isinstance(xargs, dict) and xargs.keys() & {"template", "response_template"}:
         raise InvalidRequestError(
             "suffix and a template both say what is given; give one"
@@ -158,6 +152,12 @@ def _check(fields: dict[str, Any], around: Any, serving: Any) -> None:
         raise InvalidRequestError(
             "the engine has no tokenizer (skip_tokenizer_init=True); give token ids as "
             "response_template"
+        )
+    if family.attention != "full" and not _is_blank(suffix, serving):
+        raise InvalidRequestError(
+            f"{family.name} cannot fill in before a suffix: its blocks are final before "
+            f"what stands behind them is seen; use a model that attends to the whole "
+            f"canvas (`dllm models`)"
         )
 
 

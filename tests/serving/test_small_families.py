@@ -10,7 +10,7 @@ import pytest
 from dllm_engine import Questions
 from tests.support import tiny_checkpoints
 from tests.support.byte_level_tokenizers import TALE, train_tokenizer
-from tests.support.http_app import refusal, served
+from tests.support.http_app import served
 from tests.support.random_decisions import listed
 
 FAMILIES = {
@@ -28,12 +28,37 @@ TEMPLATE = (
     "{% if enable_thinking is defined and enable_thinking is false %}Hush.{% endif %}"
 )
 CHAT = [{"role": "user", "content": "There once was"}]
+REGION = "<|code_to_edit|>There<|cursor|><|/code_to_edit|>was"
 EDITORS = {
     "/v1/completions": {"prompt": "There", "suffix": "was", "max_tokens": 4},
     "/v1/fim/completions": {"prompt": "There", "suffix": "was", "max_tokens": 4},
     "/infill": {"input_prefix": "There", "input_suffix": "was", "n_predict": 4},
+    "/completion": {
+        "prompt": "<fim_prefix>There<fim_suffix>was<fim_middle>",
+        "n_predict": 4,
+    },
+    "/api/generate": {
+        "prompt": "There",
+        "suffix": "was",
+        "stream": False,
+        "options": {"num_predict": 4},
+    },
+    "/v1/edit/completions": {
+        "messages": [{"role": "user", "content": REGION}],
+        "max_tokens": 4,
+    },
 }
 """Bodies of a completion at a cursor, by route."""
+AT_THE_END = {
+    "/completion": {"prompt": "There once", "n_predict": 4},
+    "/api/generate": {
+        "prompt": "There once",
+        "stream": False,
+        "options": {"num_predict": 4},
+    },
+}
+"""Bodies without text behind the cursor, and of a model's other completions."""
+APPLICATION = "<code>\nonce\ntale\n</code>\n<update>\nonce\ntwice\ntale\n</update>"
 CHOICE = {
     "type": "choice",
     "instructions": "Which word is there?",
@@ -124,21 +149,49 @@ def test_structured_output(small, name):
         assert content.isdecimal()
 
 
+def text_of(answer):
+    """The text in the answer of an editor's route, by its own form."""
+    assert answer.status_code == 200, answer.text
+    body = answer.json()
+    if "choices" not in body:
+        return body["content"] if "content" in body else body["response"]
+    (choice,) = body["choices"]
+    return choice["text"] if "text" in choice else choice["message"]["content"]
+
+
 @pytest.mark.parametrize("name", tiny_checkpoints.CONFIGS)
 def test_filling_in_where_attention_reaches_what_follows(small, name):
     llm, client = small(name)
-    answers = [
-        client.post(route, json={"model": "m", **body})
+    answers = {
+        route: client.post(route, json={"model": "m", **body})
         for route, body in EDITORS.items()
-    ]
+    }
     if llm.model_config.hf_config.family.attention == "full":
-        assert [answer.status_code for answer in answers] == [200] * 3, answers[0].text
-        completion, fim, infill = (answer.json() for answer in answers)
-        assert completion["choices"][0]["text"] == fim["choices"][0]["text"]
-        assert infill["content"] == fim["choices"][0]["text"]
+        edit = text_of(answers.pop("/v1/edit/completions"))
+        texts = {text_of(answer) for answer in answers.values()}
+        assert len(texts) == 1
+        line = texts.pop().partition("\n")[0]
+        assert edit == (f"```\nThere{line}\n```" if line.strip() else "None")
         return
-    for answer in answers:
-        assert "cannot fill in before a suffix" in refusal(answer)
+    for route, answer in answers.items():
+        assert answer.status_code == 400, route
+        error = answer.json()["error"]
+        message = error if isinstance(error, str) else error["message"]
+        assert "cannot fill in before a suffix" in message
+
+
+@pytest.mark.parametrize("name", tiny_checkpoints.CONFIGS)
+def test_editors_of_every_family_write_on_and_apply(small, name):
+    _, client = small(name)
+    asked = {"prompt": "There once", "max_tokens": 4}
+    completion = ask(client, "/v1/completions", **asked)
+    at_the_end = ask(client, "/v1/completions", suffix="\n", **asked)
+    assert text_of(at_the_end) == text_of(completion)
+    for route, body in AT_THE_END.items():
+        assert text_of(ask(client, route, **body)) == text_of(completion)
+    chat = [{"role": "user", "content": APPLICATION}]
+    applied = ask(client, "/v1/apply/completions", messages=chat)
+    assert text_of(applied) == "once\ntwice\ntale"
 
 
 @pytest.mark.parametrize("joint", [False, True])
