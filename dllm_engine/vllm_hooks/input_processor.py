@@ -88,9 +88,6 @@ def process_checked_inputs(
     params = admitted(params, prompt_token_ids, self.tokenizer, self.vllm_config)
     # vLLM refuses budgets of reasoning that it cannot bound itself.
     budget, params.thinking_token_budget = params.thinking_token_budget, None
-    if (asked := open_request.get()) is not None:
-        params = params.clone()
-        params.extra_args = {**(params.extra_args or {}), SOURCE: asked.name}
     request = process_inputs(self, request_id, prompt, params, *args, **kwargs)
     request.sampling_params.thinking_token_budget = budget
     _check_can_be_sent(request)
@@ -149,10 +146,11 @@ def generate_if_valid(
     """
 
     asked = open_request.get() if is_ours(self) else None
-    if asked is not None and asked.carried:
+    if asked is not None:
+        # Here: vLLM reads a raw prompt in a thread, where no request is open.
         sampling_params = sampling_params.clone()
-        extra_args = sampling_params.extra_args or {}
-        sampling_params.extra_args = {**extra_args, **asked.carried}
+        extra_args = {**(sampling_params.extra_args or {}), **asked.carried}
+        sampling_params.extra_args = {**extra_args, SOURCE: asked.name}
 
     choice = _length_choice(self, asked, sampling_params)
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncGenerator, Sequence
+from contextvars import Context
 from functools import partial
 from pkgutil import resolve_name
 from types import SimpleNamespace
@@ -106,7 +107,11 @@ class EngineInProcess:
             "reasoning_parser_kwargs",
         ):
             kwargs.pop(name, None)
-        self.llm_engine.add_request(request_id, prompt, sampling_params, **kwargs)
+        # vLLM reads raw prompts in a thread, where nothing of this context is known.
+        Context().run(
+            *(self.llm_engine.add_request, request_id, prompt, sampling_params),
+            **kwargs,
+        )
         while self.llm_engine.has_unfinished_requests():
             for output in self.llm_engine.step():
                 yield output
