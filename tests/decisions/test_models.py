@@ -10,7 +10,7 @@ import torch
 
 from dllm_engine import DiffusionParams
 from dllm_engine.request_options.errors import InvalidRequestError
-from tests.oracles.decisions import decide, given_masked
+from tests.oracles.decisions import decide, logprobs_of
 from tests.oracles.models import PlainModel
 from tests.support.engines import assert_nothing_left, generate, runner_of
 from tests.support.plans import FULL_METHODS
@@ -59,7 +59,7 @@ def decided(llm, decisions, prompts, **options):
     [
         *((family, "none") for family in (*FULL, *BY_BLOCKS)),
         *((family, "block") for family in BY_BLOCKS),
-        ("sdar", "focus"),
+        *((family, "focus") for family in ("sdar", "dream_reasoner")),
     ],
 )
 def test_probabilities(engines, request, family, method):
@@ -71,22 +71,10 @@ def test_probabilities(engines, request, family, method):
     for (decision, fields, literals), prompt, answer in zip(
         decisions, prompts, decided(llm, decisions, prompts), strict=True
     ):
-        response = [
-            model.mask if token is None else token for token in decision.template
-        ]
-        length = len(prompt) + len(response)
-        behind = (
-            -length % model.block_length
-            if model.block_length and model.whole_blocks
-            else 0
-        )
-        lead = -len(prompt) % model.block_length if model.counts_back else 0
-        canvas = prompt + response + [model.mask] * behind
-        logits = model.predictions(canvas, lead)[len(prompt) : length]
         plain = decide(
             fields,
             literals,
-            given_masked(decision.template, logits.double().numpy()),
+            logprobs_of(model, prompt, decision.template),
             [ends],
         )
         answers = answer.diffusion.decision

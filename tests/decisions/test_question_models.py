@@ -3,6 +3,8 @@ forward pass.
 """
 
 import random
+import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,12 @@ from dllm_engine.constraints.decision import unpacked_decision
 from dllm_engine.decisions.answering import as_messages
 from dllm_engine.decisions.asking import Asking
 from dllm_engine.decisions.build import choice_decision
+from dllm_engine.demo import model_path
 from dllm_engine.options import EngineOptions
 from dllm_engine.request_options.sampling_params import DECISION
-from tests.oracles.decisions import decide, given_masked
+from tests.oracles.decisions import decide, logprobs_of
 from tests.oracles.models import PlainModel
+from tests.support import tiny_checkpoints
 from tests.support.engines import (
     EACH_METHOD_WITH_A_MODEL,
     assert_nothing_left,
@@ -58,7 +62,7 @@ def spelled_in_two_ways(rng):
         ("tiny_llada", "none"),
         ("tiny_dream", "none"),
         *((checkpoint, method) for method, checkpoint in EACH_METHOD_WITH_A_MODEL),
-        *(("tiny_sdar", method) for method in ("none", "block", "focus")),
+        *product(("tiny_sdar", "tiny_dream_reasoner"), ("none", "block", "focus")),
     ],
 )
 def test_options_with_several_spellings(engines, request, checkpoint, method):
@@ -121,30 +125,46 @@ def test_blocks_read_the_text_once_for_all_questions(engines):
 
 
 def plain_decision(model, prompt, decision, options, literals, end):
-    template = decision.template
-    response = [model.mask if token is None else token for token in template]
-    length = len(prompt) + len(response)
-    behind = -length % model.block_length if model.block_length else 0
-    behind *= bool(model.whole_blocks)
-    logits = model.predictions(prompt + response + [model.mask] * behind)
-    masked = given_masked(template, logits[len(prompt) : length].double().numpy())
     fields: dict[str, Any] = {
         str(number): [(i, tokens) for i, each in enumerate(own) for tokens in each]
         for number, own in enumerate(options)
     }
-    return decide(fields, literals, masked, [end])
+    logprobs = logprobs_of(model, prompt, decision.template)
+    return decide(fields, literals, logprobs, [end])
 
 
-@pytest.mark.parametrize("model", ["demo", "demo-blocks"])
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """Folders of models: the demos', and of random weights with the demo's words."""
+
+    def folder(model):
+        if model.startswith("demo"):
+            return Path(model_path(model))
+        path = tmp_path_factory.getbasetemp() / f"words-{model}"
+        if not path.exists():
+            sizes = {"vocab_size": 512, "max_position_embeddings": 512}
+            tiny_checkpoints.write(
+                model, path, mask_token_id=2, eos_token_id=1, **sizes
+            )
+            for name in ("tokenizer*", "decision*"):
+                for file in Path(model_path("demo")).glob(name):
+                    shutil.copy(file, path)
+        return path
+
+    return folder
+
+
+@pytest.mark.parametrize("model", ["demo", "demo-blocks", "dream", "dream_reasoner"])
 @pytest.mark.parametrize("way", ["marks", "labels"])
 @pytest.mark.parametrize("joint", [False, True])
-def test_both_ways_of_asking(engines, model, way, joint):
+def test_both_ways_of_asking(engines, folder_of, model, way, joint):
     """Each row is the prompt of the template, and its answers are spelled as the
     tokenizer does, with a space before them and without.
     """
-    llm = engines(model, skip_tokenizer_init=False, decision_way=way)
+    folder = folder_of(model)
+    llm = engines(folder, skip_tokenizer_init=False, decision_way=way)
     (answers,) = llm.decide(TEXT, Questions(QUESTIONS, joint))
-    plain = PlainModel(Path(llm.model_config.model))
+    plain = PlainModel(folder)
     tokenizer = llm.get_tokenizer()
     config = llm.llm_engine.vllm_config
     asking = Asking(
@@ -173,13 +193,7 @@ def shares_by_graph(model, prompt, decision, end):
     """The probability of each option of each field, by following all paths of the
     decision's graph.
     """
-    template = decision.template
-    response = [model.mask if token is None else token for token in template]
-    behind = -(len(prompt) + len(response)) % (model.block_length or 1)
-    behind *= bool(model.whole_blocks)
-    logits = model.predictions(prompt + response + [model.mask] * behind)
-    part = logits[len(prompt) : len(prompt) + len(response)].double().numpy()
-    logprobs = given_masked(template, part)
+    logprobs = logprobs_of(model, prompt, decision.template)
     edges = decision.graph.edges
     sums = [dict.fromkeys(range(len(each)), 0.0) for each in decision.values]
     pending = [(0, 0, 0.0, {})]

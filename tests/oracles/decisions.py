@@ -8,6 +8,8 @@ from types import MappingProxyType
 
 import numpy as np
 
+from tests.oracles.models import PlainModel
+
 Fields = dict[str, list[tuple[object, list[int]]]]
 """Values of each field, and tokens that spell one; a value may be spelled in several
 ways.
@@ -87,3 +89,16 @@ def given_masked(template: Sequence[int | None], logits: np.ndarray) -> np.ndarr
     """
     logprobs = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
     return np.where([[token is not None] for token in template], 0.0, logprobs)
+
+
+def logprobs_of(
+    model: PlainModel, prompt: list[int], template: Sequence[int | None]
+) -> np.ndarray:
+    """Log-probabilities of the response to a prompt, from a plain forward pass."""
+    response = [model.mask if token is None else token for token in template]
+    length = len(prompt) + len(response)
+    block_length = model.block_length or 1
+    behind = -length % block_length * bool(model.whole_blocks)
+    lead = -len(prompt) % block_length * bool(model.counts_back)
+    logits = model.predictions(prompt + response + [model.mask] * behind, lead)
+    return given_masked(template, logits[len(prompt) : length].double().numpy())
