@@ -1,4 +1,4 @@
-"""The lock of an output file: one run writes it at a time."""
+"""Output files: one run writes a file at a time, or replaces it as a whole."""
 
 import fcntl
 import os
@@ -59,3 +59,12 @@ class OutputLock(AbstractContextManager["OutputLock"]):
     def __exit__(self, *error: object) -> None:
         self._path.unlink(missing_ok=True)
         self._file.close()
+
+
+def replace_output(path: Path, text: str) -> None:
+    """Write a text in place of an output. An interruption leaves the old file or the new
+    one.
+    """
+    beside = path.with_name(path.name + ".part")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)

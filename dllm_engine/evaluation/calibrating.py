@@ -32,6 +32,7 @@ from dllm_engine.evaluation.labelled_questions import (
     Scores,
     scores_of,
 )
+from dllm_engine.output_lock import replace_output
 
 LEAST_QUESTIONS = 10
 """Minimum for each kind, in the half that a correction is fitted on."""
@@ -92,7 +93,7 @@ def measure(
     lines = _kept(path, digest)
     # A run that was killed may have left half a line.
     kept = "".join(f"{line}\n" for line in (json.dumps({"digest": digest}), *lines))
-    path.write_text(kept, encoding="utf-8")
+    replace_output(path, kept)
     measured = [_measured(line) for line in lines]
     with (
         path.open("a", encoding="utf-8") as file,

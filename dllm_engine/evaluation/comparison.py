@@ -6,7 +6,6 @@ import gc
 import itertools
 import json
 import math
-import os
 import statistics
 import time
 from abc import ABC, abstractmethod
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 
 from dllm_engine.evaluation.runner import Cost, MeasuredEngine
-from dllm_engine.output_lock import OutputLock
+from dllm_engine.output_lock import OutputLock, replace_output
 from dllm_engine.text import format_table, one_line
 
 if TYPE_CHECKING:
@@ -266,9 +265,7 @@ class Comparison(AbstractContextManager["Comparison"]):
         return [row for row in rows if row.is_measured]
 
     def save(self, **about: Any) -> None:
-        """Replace the file by all rows, behind ``about``. An interruption leaves the
-        old file or the new one.
-        """
+        """Replace the file by all rows, behind ``about``."""
         if self._path is None:
             return
         values = {
@@ -276,9 +273,7 @@ class Comparison(AbstractContextManager["Comparison"]):
             **about,
             "rows": [asdict(row) for row in self.scored],
         }
-        beside = self._path.with_name(self._path.name + ".part")
-        beside.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-        os.replace(beside, self._path)
+        replace_output(self._path, json.dumps(values, indent=1) + "\n")
 
     def run(self, deadline: float = math.inf) -> None:
         """Measure what is missing until ``time.monotonic()`` is at ``deadline``;

@@ -1,6 +1,8 @@
 """Labelled questions: their file, their scores, and a calibration by them."""
 
 import json
+from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -195,8 +197,13 @@ def test_commands_score_and_calibrate(demo, tmp_path, monkeypatch, capsys):
     (row,) = json.loads(scores.read_text())["rows"]
     assert row["result"]["score"] == pytest.approx(16 / 20)
     assert row["result"]["details"].keys() >= {"brier", "calibration_error"}
-    # It goes on from what it has, after half a line.
+    # It goes on from what it has, after half a line, also where it was ended before that.
     torn = "\n".join(kept[:8]) + "\n" + kept[8][:30]
-    output.with_suffix(".answers.jsonl").write_text(torn)
+    answers = output.with_suffix(".answers.jsonl")
+    answers.write_text(torn)
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(Path, "replace", Mock(side_effect=KeyboardInterrupt))
+        assert main(command) != 0
+    assert answers.read_text() == torn
     assert main(command) == 0
-    assert output.with_suffix(".answers.jsonl").read_text().splitlines() == kept
+    assert answers.read_text().splitlines() == kept
