@@ -142,9 +142,12 @@ def folder_of(tmp_path_factory):
             return Path(model_path(model))
         path = tmp_path_factory.getbasetemp() / f"words-{model}"
         if not path.exists():
-            sizes = {"vocab_size": 512, "max_position_embeddings": 512}
             tiny_checkpoints.write(
-                model, path, mask_token_id=2, eos_token_id=1, **sizes
+                *(model, path),
+                vocab_size=512,
+                max_position_embeddings=512,
+                mask_token_id=2,
+                eos_token_id=1,
             )
             for name in ("tokenizer*", "decision*"):
                 for file in Path(model_path("demo")).glob(name):

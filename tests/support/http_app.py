@@ -108,10 +108,8 @@ class EngineInProcess:
         ):
             kwargs.pop(name, None)
         # vLLM reads raw prompts in a thread, where nothing of this context is known.
-        Context().run(
-            *(self.llm_engine.add_request, request_id, prompt, sampling_params),
-            **kwargs,
-        )
+        add = partial(self.llm_engine.add_request, request_id, prompt, **kwargs)
+        Context().run(add, sampling_params)
         while self.llm_engine.has_unfinished_requests():
             for output in self.llm_engine.step():
                 yield output
