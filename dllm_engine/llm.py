@@ -226,7 +226,7 @@ class LLM(vllm.LLM):
             opened[number].put(request, template, rank=rank)
             requests.append(request)
         asked = [
-            {"prompt_token_ids": each.prompt, "prompt": prompt} if each.cuts else prompt
+            _with_tokens(prompt, each.prompt)
             for prompt, each in zip(prompts, opened, strict=True)
         ]
         outputs = self._filled([asked[number] for number, _, _ in tried], requests)
@@ -505,6 +505,16 @@ def _are_chats(prompts: Sequence[Any]) -> bool:
     if any(chats) and not all(chats):
         raise ValueError("prompts are texts or messages, not some of each")
     return any(chats)
+
+
+def _with_tokens(prompt: Any, tokens: list[int]) -> Any:
+    """A prompt whose tokens are known, so that it is not tokenized again. None are
+    known of a chat's.
+    """
+    if isinstance(prompt, list) or not tokens:
+        return prompt
+    given = {"prompt": prompt} if isinstance(prompt, str) else prompt
+    return {**given, "prompt_token_ids": tokens}
 
 
 _ARGUMENTS = inspect.signature(LLM.__init__).parameters

@@ -79,21 +79,22 @@ def masked_logprobs(
     )
     ids = on_device(list(itertools.chain.from_iterable(sequences)), device)
     asked = on_device(list(itertools.chain.from_iterable(tokens)), device)
+    # As in a response, the first position of a sequence has no row before it.
     places = [
-        (first, p)
+        (first + p, first + max(p - family.shifts_logits, 0))
         for first, own in zip(row_bounds.bounds, masked, strict=False)
         for p in own
     ]
     if not places:
         return [[[], []] for _ in sequences]
-    rows = on_device([first + p for first, p in places], device)
-    ids = ids.index_fill(0, rows, rank.predictor.mask_token_id)
+    rows, predicting = np.array(places).T
+    ids = ids.index_fill(0, on_device(rows, device), rank.predictor.mask_token_id)
     hidden, _ = rank.model(ids, positions, DensePass(row_bounds))
-    # As in a response, the first position of a sequence has no row before it.
-    predicting = on_device(
-        [first + max(p - family.shifts_logits, 0) for first, p in places], device
+    # Rows of several tokens go through the head once.
+    predicting, row_of = np.unique(predicting, return_inverse=True)
+    logprobs = rank.predictor.logprobs_of(
+        hidden[on_device(predicting, device)], on_device(row_of, device), asked
     )
-    logprobs = rank.predictor.logprobs_of(hidden[predicting], asked)
     return [part.tolist() for part in logprobs.split(list(map(len, masked)), dim=1)]
 
 

@@ -38,6 +38,7 @@ from dllm_engine.model_executor.unmasking.logits import (
     best_of_class,
     class_maxima,
     log_totals,
+    logits_at,
     token_logprobs,
     with_biases,
 )
@@ -197,32 +198,37 @@ class TokenPredictor:
         """
         parts: list[list[torch.Tensor]] = [[] for _ in asked]
         for chunk in self._chunks(hidden):
-            logits, first_token = self.compute_logits(hidden[chunk])
-            totals = log_totals(logits, self.tp_group)
+            shard = self.compute_logits(hidden[chunk])
+            totals = log_totals(shard[0], self.tp_group)
+            numbers = torch.arange(len(totals), device=totals.device)
             for part, (rows, tokens) in zip(parts, asked, strict=True):
-                own = slice(
-                    max(rows.start - chunk.start, 0), max(rows.stop - chunk.start, 0)
-                )
-                columns = tokens - first_token
-                elsewhere = (columns < 0) | (columns >= logits.shape[1])
-                values = logits[own][:, columns.clamp(0, logits.shape[1] - 1)].float()
-                values = gather_from_ranks(
-                    values.masked_fill(elsewhere, -torch.inf), self.tp_group
-                )
-                part.append(values.amax(dim=0) - totals[own, None])
+                own = numbers[
+                    max(rows.start - chunk.start, 0) : max(rows.stop - chunk.start, 0)
+                ]
+                values = logits_at(shard, own[:, None], tokens, self.tp_group)
+                part.append(values - totals[own, None])
         return [torch.cat(part) for part in parts]
 
-    def logprobs_of(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities, float32 ``[2, num_rows]``, of a given token per row, int64
-        ``[num_rows]``, and of the row's likeliest, under the plain softmax of its
-        logits.
+    def logprobs_of(
+        self, hidden: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """Log-probabilities, float32 ``[2, num_tokens]``, of tokens, int64
+        ``[num_tokens]``, each at the row beside it, and of the likeliest token there,
+        under the plain softmax of the row's logits.
         """
-        parts = []
-        for rows in self._chunks(hidden):
-            shard = self.compute_logits(hidden[rows])
-            logprobs = token_logprobs(shard, tokens[rows], 1, self.tp_group)
-            parts.append(torch.stack([logprobs.token, logprobs.top[:, 0]]))
-        return torch.cat(parts, dim=1)
+        logprobs = torch.empty(2, len(tokens), device=hidden.device)
+        for chunk in self._chunks(hidden):
+            shard = self.compute_logits(hidden[chunk])
+            totals = log_totals(shard[0], self.tp_group)
+            largest = gather_from_ranks(shard[0].amax(dim=-1).float(), self.tp_group)
+            likeliest = largest.amax(dim=0) - totals
+            (own,) = ((rows >= chunk.start) & (rows < chunk.stop)).nonzero(
+                as_tuple=True
+            )
+            here = rows[own] - chunk.start
+            asked = logits_at(shard, here, tokens[own], self.tp_group) - totals[here]
+            logprobs[:, own] = torch.stack([asked, likeliest[here]])
+        return logprobs
 
     def _chunks(
         self, hidden: torch.Tensor, least_rows: int = LEAST_ROWS

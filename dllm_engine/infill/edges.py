@@ -152,8 +152,6 @@ class Opened:
     prompt: list[int]
     template: Template
     edges: Edges = Edges()
-    cuts: bool = False
-    """The prompt lacks its last tokens."""
     vocabulary: Vocabulary | None = None
     """Of the tokenizer, if its only hole is one whose end is free."""
 
@@ -293,11 +291,10 @@ def openings(
         edges = Edges(first, last, both)
         if place:
             template = Template((*parts[: place - 1], kept, *parts[place:]))
-            ways.append(Opened(prompt, template, edges, vocabulary=vocabulary))
+            ways.append(Opened(prompt, template, edges, vocabulary))
         else:
             shorter = prompt if in_chat else kept
-            template = Template(tuple(parts))
-            ways.append(Opened(shorter, template, edges, first is not None, vocabulary))
+            ways.append(Opened(shorter, Template(tuple(parts)), edges, vocabulary))
     return ways if ways[0].edges.before else ways[1:]
 
 
@@ -317,41 +314,38 @@ def _before(
 ) -> Edge | None:
     if len(given) <= count:
         return None
-    names = [vocabulary_of(tokenizer).names.get(token) for token in given[-count:]]
-    near = given[-_NEAR:]
+    vocabulary = vocabulary_of(tokenizer)
+    names = [vocabulary.names.get(token, "") for token in given[-count:]]
+    name, near = "".join(names), given[-_NEAR:]
+    tokens = vocabulary.beginning_with(name) if all(names) else []
+    if not {*tokens} - {*given[-count:]}:  # none goes on from the text
+        return None
     text = tokenizer.decode(near)[len(tokenizer.decode(near[:-count])) :]
     is_stopped = any(
         stop in text or any(text.endswith(stop[:i]) for i in range(1, len(stop)))
         for stop in stops
     )
-    if None in names or is_stopped or not re.fullmatch(r" ?\w+| +", text):
+    if is_stopped or not re.fullmatch(r" ?\w+| +", text):
         return None
-    return _edge("".join(filter(None, names)), text, given[-count:], tokenizer)
-
-
-def _edge(
-    name: str, text: str, given: list[int], tokenizer: Any, *, at_end: bool = False
-) -> Edge | None:
-    """None: no token goes on from the text."""
-    vocabulary = vocabulary_of(tokenizer)
-    tokens = vocabulary.ending_with(name) if at_end else vocabulary.beginning_with(name)
-    if not {*tokens} - {*given}:
-        return None
-    return Edge(name, text, tuple(tokens), tuple(given))
+    return Edge(name, text, tuple(tokens), tuple(given[-count:]))
 
 
 def _behind(given: list[int], tokenizer: Any, stops: Sequence[str]) -> Edge | None:
     if len(given) < 2:  # nothing behind it would say how long the hole is
         return None
-    name = vocabulary_of(tokenizer).names.get(given[0])
+    vocabulary = vocabulary_of(tokenizer)
+    name = vocabulary.names.get(given[0])
+    tokens = vocabulary.ending_with(name) if name else []
+    if name is None or not {*tokens} - {given[0]}:  # none goes on to the text
+        return None
     text = tokenizer.decode(given[:1])
     is_stopped = any(
         stop in text or any(text.startswith(stop[i:]) for i in range(1, len(stop)))
         for stop in stops
     )
-    if name is None or is_stopped or not re.fullmatch(r"\w+", text):
+    if is_stopped or not re.fullmatch(r"\w+", text):
         return None
-    return _edge(name, text, given[:1], tokenizer, at_end=True)
+    return Edge(name, text, tuple(tokens), (given[0],))
 
 
 def _both(before: Edge, behind: Edge, tokenizer: Any) -> tuple[int, ...]:

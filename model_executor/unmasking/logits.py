@@ -132,6 +132,23 @@ def log_totals(logits: torch.Tensor, tp_group: GroupCoordinator) -> torch.Tensor
     return gather_from_ranks(own, tp_group).logsumexp(dim=0)
 
 
+def logits_at(
+    shard: VocabularyShard,
+    rows: torch.Tensor,
+    tokens: torch.Tensor,
+    tp_group: GroupCoordinator,
+) -> torch.Tensor:
+    """Logits of tokens at rows, float32, on every rank. The shape is the one to which
+    ``rows`` and ``tokens`` broadcast.
+    """
+    logits, first_token = shard
+    columns, size = tokens - first_token, logits.shape[-1]
+    own = logits[rows, columns.clamp(0, size - 1)].float()
+    if tp_group.world_size > 1:  # the token is in one rank's shard
+        own = own.masked_fill((columns < 0) | (columns >= size), -torch.inf)
+    return gather_from_ranks(own, tp_group).amax(dim=0)
+
+
 def token_logprobs(
     shard: VocabularyShard,
     tokens: torch.Tensor,

@@ -40,7 +40,6 @@ def test_parts_of_words_are_opened(demo, prefix, suffix, stops, texts):
     template = Template((None, given))
     found = openings(prompt, template, tokenizer, stops, in_chat=False)[-1]
     assert found.edges.texts == texts
-    assert found.cuts == bool(texts[0])
     assert found.prompt == (prompt[:-1] if texts[0] else prompt)
     assert found.template.parts == (None, given[1:] if texts[1] else given)
     names = vocabulary_of(tokenizer).names

@@ -110,11 +110,17 @@ def test_chunks_change_nothing_and_bound_the_logits(
     assert max(sizes) == min(max(rows_at_once, 1), 9)
     tokens = torch.tensor([0, 149, MASK, 7, 99, 100, 101, 3, 3])
     expected = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
-    asked, likeliest = predictor.logprobs_of(logits, tokens)
-    torch.testing.assert_close(asked, expected)
+    rows = torch.arange(9)
+    both = predictor.logprobs_of(logits, rows, tokens)
     torch.testing.assert_close(
-        likeliest, logits.float().log_softmax(dim=-1).amax(dim=-1)
+        both, torch.stack([expected, logits.float().log_softmax(dim=-1).amax(dim=-1)])
     )
+    # A row may be asked about several tokens, in any order.
+    rows, order = rows.repeat_interleave(2), torch.randperm(18)
+    twice = predictor.logprobs_of(
+        logits, rows[order], tokens.repeat_interleave(2)[order]
+    )
+    assert torch.equal(twice, both.repeat_interleave(2, dim=1)[:, order])
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
