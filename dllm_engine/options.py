@@ -204,14 +204,14 @@ class EngineOptions(BaseModel):
                 f"one of them unset"
             )
 
-    def num_sharable(self, layout: CanvasLayout) -> int | None:
-        """Tokens of a prompt that requests share: whole pages, without the row that
-        predicts the first token of the response.
+    def num_sharable(self, layout: CanvasLayout, *, by_token: bool) -> int | None:
+        """Tokens of a prompt that requests share, without the row that predicts the
+        first token of the response: all of them if ``by_token``, else whole pages.
         """
         if not self.share_prompts:
             return None
         num_tokens = layout.prompt_length - layout.shifts_logits
-        return num_tokens // self.page_size * self.page_size
+        return num_tokens if by_token else num_tokens // self.page_size * self.page_size
 
     @property
     def num_anchor_pages(self) -> int:

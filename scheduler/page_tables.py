@@ -92,15 +92,26 @@ class PageTables:
         progress.retained = progress.num_shared = stop * size
         tables = [table[first:stop] for table in found]
         shared = SharedPages(tables, first, num_found, [])
-        if not tables or (following := self.pages.find_next(tables[0][-1])) is None:
+        if not tables or not self._shares_by_token(state):
             return shared
-        own = state.request.all_token_ids[progress.retained : unseeded]
+        following = self.pages.find_next(tables[0][-1])
+        if following is None:
+            return shared
+        num_final = self._num_final(state, unseeded)
+        own = state.request.all_token_ids[progress.retained : num_final]
         alike = sum(takewhile(bool, map(eq, following.tokens, own)))
-        block_start = state.spec.layout.block_start(progress.retained + alike)
-        if block_start <= progress.retained:
+        final = state.spec.layout.final_before(progress.retained + alike)
+        if final <= progress.retained:
             return shared
-        progress.retained = progress.num_shared = block_start
+        progress.retained = progress.num_shared = final
         return shared._replace(copied=following.pages)
+
+    def _shares_by_token(self, state: ScheduledRequest) -> bool:
+        """Return True if the tokens of a page that a request fills in part are never
+        computed again.
+        """
+        for_good = self.demand.method.keeps_for_good or state.spec.decision is not None
+        return for_good and not self.num_anchors
 
     def reserve(
         self,
@@ -154,13 +165,12 @@ class PageTables:
 
     def share(self, state: ScheduledRequest) -> None:
         """Let others find the pages that a step has filled for good."""
-        progress = state.progress
-        if not self.demand.method.keeps_for_good:
-            self._add_keys(state, progress.num_shared)
-            return
-        num_keyed = self.pages.num_keyed[state.request_id]
-        self._add_keys(state, progress.retained)
-        self._note_next(state, max(num_keyed, 1), progress.retained)
+        progress, num_keyed = state.progress, self.pages.num_keyed[state.request_id]
+        for_good = self.demand.method.keeps_for_good
+        num_final = progress.retained if for_good else progress.num_shared
+        self._add_keys(state, num_final)
+        if self._shares_by_token(state):
+            self._note_next(state, max(num_keyed, 1), num_final)
 
     def give_back(self, state: ScheduledRequest) -> None:
         """Take all pages of a request that has ended. The next turn of a chat may find

@@ -115,6 +115,14 @@ class CanvasLayout:
         """
         return position - (position + self.lead) % self.attended_length
 
+    def final_before(self, position: int) -> int:
+        """End of the positions that are final, as ``final_stop`` says, if all before
+        ``position`` are known.
+        """
+        if self.attention != "block_causal":
+            return position
+        return self.block_start(position)
+
     def final_stop(self, position: int) -> int:
         """End of the positions that keys and values of a finished ``position`` depend
         on. With full attention they depend on all positions; requests that share

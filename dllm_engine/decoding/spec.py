@@ -275,8 +275,9 @@ class DecodingSpec:
     decision: PackedDecision | None = None
     """None: the request is no decision."""
     num_sharable: int | None = None
-    """Tokens of the prompt, whole pages from its beginning, that are computed once for
-    all requests that begin with them. None: without ``share_prompts``.
+    """Tokens of the prompt, from its beginning, that are computed once for all requests
+    that begin with them: whole pages, of a decision all. None: without
+    ``share_prompts``.
     """
 
     @property

@@ -88,7 +88,7 @@ def resolve_decoding(
         cache=resolve_cache(options, engine),
         guidance=guidance,
         decision=decision,
-        num_sharable=engine.num_sharable(layout),
+        num_sharable=engine.num_sharable(layout, by_token=decision is not None),
     )
     check_taking_back(spec, engine)
     if engine.method.serves(spec) and (reason := engine.cache.refusal(spec)):

@@ -21,7 +21,7 @@ from tests.support.engines import assert_nothing_left, generate, scheduler_of
 from tests.support.http_app import served
 from tests.support.random_decisions import decision_params, listed, random_decision
 from tests.support.server import series_of
-from tests.support.stepped_engines import run_in_steps
+from tests.support.stepped_engines import Poison, run_in_steps
 
 MODELS = ("llada-tiny-a", "dream-tiny-a")
 PAGE_SIZE = 8
@@ -135,28 +135,33 @@ def params_of(asked: dict[str, Any]) -> DiffusionParams:
     return DiffusionParams(ignore_eos=True, unmasking="low_confidence", **asked)
 
 
-def test_questions_about_one_text_compute_it_once(engines, tiny_llada):
-    """Their probabilities are those of a pass that reads the first one's text."""
+@pytest.mark.parametrize("length", [64, 66, 69])
+def test_questions_about_one_text_compute_it_once(engines, tiny_llada, length):
+    """Their probabilities are those of a pass that reads the first one's text: all of
+    it, also where it ends inside a page, and they come while others are answered.
+    """
     model = PlainModel(tiny_llada)
     llm = engines(
         tiny_llada, cache_method="dual", page_size=PAGE_SIZE, share_prompts=True
     )
     assert llm.reset_prefix_cache()
-    draw, shared = random.Random(3), SharedPrompts(PAGE_SIZE)
-    text = [draw.randrange(60, 140) for _ in range(64)]
+    draw, shared = random.Random(3), SharedPrompts(PAGE_SIZE, by_token=True)
+    text = [draw.randrange(60, 140) for _ in range(length)]
     decisions = [random_decision(draw) for _ in range(12)]
     prompts = [text + [draw.randrange(60, 140) for _ in range(5)] for _ in decisions]
     params = [DiffusionParams(**decision_params(each)) for each, _, _ in decisions]
-    outputs = generate(llm, prompts, params)
+    joins = [number // 5 for number in range(12)]
+    outputs = run_in_steps(
+        llm, prompts, params, joins=joins, after_step=Poison(llm)
+    ).outputs
     ends = llm.llm_engine.vllm_config.model_config.hf_config.eos_token_id
     num_rows = 0
     for output, prompt, (decision, fields, literals) in zip(
         outputs, prompts, decisions, strict=True
     ):
         template = list(decision.template)
-        length = len(template)
         run = Decoding(
-            *(model, prompt, length, length),
+            *(model, prompt, len(template), len(template)),
             response_template=template,
             shared=shared,
         )
@@ -166,6 +171,7 @@ def test_questions_about_one_text_compute_it_once(engines, tiny_llada):
         )
         plain = decide(fields, literals, masked, [ends])
         figures = output.outputs[0].diffusion
+        assert output.num_cached_tokens == run.num_found
         for name, own in figures.decision.items():
             assert listed(own) == pytest.approx(plain.probabilities[name], abs=1e-4)
         num_rows += figures.tokens_computed

@@ -4,14 +4,17 @@ The keys and values of a prompt's whole pages are those of the first request tha
 computed them, in its first pass. Every later pass, also of that request, reads them and
 computes the rest. The first pass of a request also computes the first and the last
 ``anchor_tokens`` that it finds, rounded up to whole pages, for itself alone; later
-passes read these. When a request has ended, the pages of its response are kept as the
-pass left them with which its last window began; the first window begins with the pass
-that keeps the prompt.
+passes read these. Decisions keep all of their prompts, and begin where the first one
+that went on behind their whole pages has other tokens. When a request has ended, the
+pages of its response are kept as the pass left them with which its last window began;
+the first window begins with the pass that keeps the prompt.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
+from operator import eq
 
 import torch
 
@@ -32,9 +35,15 @@ class SharedPrompts:
     """Passes after which a request is aborted. It is decoded to its end; what is kept
     is what there was then.
     """
+    by_token: bool = False
+    """True for decisions."""
     pages: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = field(
         default_factory=dict
     )
+    following: dict[tuple[int, ...], tuple[list[int], torch.Tensor, torch.Tensor]] = (
+        field(default_factory=dict)
+    )
+    """By whole pages of tokens: the next tokens, at most a page, and their content."""
 
     def find(self, text: list[int], most: int) -> int:
         """Tokens of the longest beginning of ``text`` in pages, at most ``most``."""
@@ -51,6 +60,10 @@ class SharedPrompts:
             page = slice(end - self.page_size, end)
             content = buffer.k[:, page].clone(), buffer.v[:, page].clone()
             self.pages.setdefault(tuple(text[:end]), content)
+        for start in range(self.page_size, num_tokens, self.page_size):
+            page = slice(start, min(start + self.page_size, num_tokens))
+            content = buffer.k[:, page].clone(), buffer.v[:, page].clone()
+            self.following.setdefault(tuple(text[:start]), (text[page], *content))
 
     def buffer(self, run: Decoding) -> "SharedBuffer":
         return SharedBuffer(run, self)
@@ -70,7 +83,7 @@ class SharedBuffer(Buffer):
         super().__init__(run)
         self.shared, size = shared, shared.page_size
         most = len(run.prompt) - run.model.is_dream
-        self.num_sharable = most // size * size
+        self.num_sharable = most if shared.by_token else most // size * size
         anchors = -(-shared.anchor_tokens // size) * size
         found = shared.find(run.prompt, self.num_sharable)
         self.shared_rows = range(anchors, max(found - anchors, anchors))
@@ -80,6 +93,14 @@ class SharedBuffer(Buffer):
         for start in self.shared_rows[::size]:
             page, text = slice(start, start + size), run.prompt[: start + size]
             self.k[:, page], self.v[:, page] = shared.pages[tuple(text)]
+        before = tuple(run.prompt[:found])
+        if shared.by_token and before in shared.following:
+            tokens, k, v = shared.following[before]
+            own = run.prompt[found : self.num_sharable]
+            alike = sum(takewhile(bool, map(eq, tokens, own)))
+            page = slice(found, found + alike)
+            self.k[:, page], self.v[:, page] = k[:, :alike], v[:, :alike]
+            self.shared_rows = range(found + alike)
         run.num_found = len(self.shared_rows)
         run.buffer = self
 
