@@ -5,10 +5,12 @@ plain version.
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 from vllm import envs
 
-from dllm_engine import DiffusionParams
+from dllm_engine import DiffusionParams, Questions
+from dllm_engine.decisions.answering import as_messages
 from dllm_engine.families import LLADA, SDAR
 from dllm_engine.options import EngineOptions
 from tests.oracles.buffer import Buffer
@@ -180,7 +182,9 @@ def test_questions_about_one_text_compute_it_once(engines, tiny_llada, length):
     assert_nothing_left(llm)
 
 
-def test_metrics_usage_and_reset_are_vllms_over_http(engines, monkeypatch):
+@pytest.fixture
+def sharing(engines, monkeypatch):
+    """An engine that shares prompts, and a client of its server."""
     # For `/reset_prefix_cache`. An engine before may have made vLLM keep its variables.
     monkeypatch.setitem(vars(envs), "VLLM_SERVER_DEV_MODE", True)
     llm = engines(
@@ -191,7 +195,39 @@ def test_metrics_usage_and_reset_are_vllms_over_http(engines, monkeypatch):
         share_prompts=True,
         disable_log_stats=False,
     )
-    client = served(llm, "--enable-prompt-tokens-details")
+    return llm, served(llm, "--enable-prompt-tokens-details")
+
+
+def test_metrics_of_decisions_over_http(sharing):
+    """They are shown with those of the next step."""
+    llm, client = sharing
+    question = {"type": "predicate", "instructions": "Ida lives in Rome."}
+    text = "Tom lives in Paris. Ida lives in Rome. Ben lives in Oslo."
+    asked: dict[str, Any] = {"input": text, "questions": [question] * 2}
+
+    def figures() -> np.ndarray:
+        body = {"prompt": [20, 21], "max_tokens": 8}
+        for route in ("decisions", "completions"):
+            fields = asked if route == "decisions" else body
+            model = llm.model_config.model
+            answer = client.post(f"/v1/{route}", json={"model": model, **fields})
+            assert answer.status_code == 200, answer.text
+        shown = series_of(client.get("/metrics").text)
+        names = "questions", "rows", "prompt_tokens", "shared_tokens"
+        return np.array([shown[f"vllm:dllm_decision_{name}_total"] for name in names])
+
+    first, second = figures(), figures()
+    questions, rows, tokens, shared = second - first
+    row, _ = llm.asking.rows(as_messages(text), Questions(asked["questions"]).read)
+    assert questions == 2
+    (alone,) = llm.ask_rows([row])
+    assert tokens == 2 * len(alone.prompt_token_ids)
+    assert 0 < tokens - shared < 2 * (PAGE_SIZE + 1)
+    assert rows == tokens - shared + 2 * row.params.max_tokens
+
+
+def test_metrics_usage_and_reset_are_vllms_over_http(sharing):
+    llm, client = sharing
 
     def figures() -> list[float]:
         shown = series_of(client.get("/metrics").text)
