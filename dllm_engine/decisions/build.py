@@ -17,7 +17,13 @@ from tokenizers import Tokenizer
 
 from dllm_engine.constraints.automaton import Automaton
 from dllm_engine.constraints.decision import Decision
-from dllm_engine.constraints.graph import LITERAL, Graph, edges_between, states_reached
+from dllm_engine.constraints.graph import (
+    LITERAL,
+    Graph,
+    edges_between,
+    joined,
+    states_reached,
+)
 from dllm_engine.decisions.fields import Field, read_fields
 from dllm_engine.structured_output.build import BuildInput, Grammar, build
 from dllm_engine.structured_output.compiler import Vocabulary
@@ -398,7 +404,7 @@ class GraphBuilder:
         self.num_edges += len(edges)
 
     def graph(self) -> Graph:
-        return Graph(np.array(self.ends), np.concatenate(self.edges))
+        return Graph(np.array(self.ends), joined(self.edges))
 
     def literal(self, tokens: Sequence[int]) -> None:
         if tokens:
