@@ -21,6 +21,9 @@ import torch
 from tests.oracles.buffer import Buffer
 from tests.oracles.decoding import Decoding
 
+Content = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values of some neighbouring tokens."""
+
 
 @dataclass
 class SharedPrompts:
@@ -37,11 +40,9 @@ class SharedPrompts:
     """
     by_token: bool = False
     """True for decisions."""
-    pages: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = field(
+    pages: dict[tuple[int, ...], Content] = field(default_factory=dict)
+    following: dict[tuple[int, ...], tuple[list[int], Content]] = field(
         default_factory=dict
-    )
-    following: dict[tuple[int, ...], tuple[list[int], torch.Tensor, torch.Tensor]] = (
-        field(default_factory=dict)
     )
     """By whole pages of tokens: the next tokens, at most a page, and their content."""
 
@@ -57,13 +58,12 @@ class SharedPrompts:
 
     def keep(self, buffer: Buffer, text: list[int], num_tokens: int) -> None:
         for end in range(self.page_size, num_tokens + 1, self.page_size):
-            page = slice(end - self.page_size, end)
-            content = buffer.k[:, page].clone(), buffer.v[:, page].clone()
+            content = content_of(buffer, slice(end - self.page_size, end))
             self.pages.setdefault(tuple(text[:end]), content)
         for start in range(self.page_size, num_tokens, self.page_size):
             page = slice(start, min(start + self.page_size, num_tokens))
-            content = buffer.k[:, page].clone(), buffer.v[:, page].clone()
-            self.following.setdefault(tuple(text[:start]), (text[page], *content))
+            following = text[page], content_of(buffer, page)
+            self.following.setdefault(tuple(text[:start]), following)
 
     def buffer(self, run: Decoding) -> "SharedBuffer":
         return SharedBuffer(run, self)
@@ -91,15 +91,13 @@ class SharedBuffer(Buffer):
         self.in_order = self.k[:, :0], self.v[:, :0]
         """What lies before the window, when it was last kept."""
         for start in self.shared_rows[::size]:
-            page, text = slice(start, start + size), run.prompt[: start + size]
-            self.k[:, page], self.v[:, page] = shared.pages[tuple(text)]
+            self.put(start, shared.pages[tuple(run.prompt[: start + size])])
         before = tuple(run.prompt[:found])
         if shared.by_token and before in shared.following:
-            tokens, k, v = shared.following[before]
+            tokens, (k, v) = shared.following[before]
             own = run.prompt[found : self.num_sharable]
             alike = sum(takewhile(bool, map(eq, tokens, own)))
-            page = slice(found, found + alike)
-            self.k[:, page], self.v[:, page] = k[:, :alike], v[:, :alike]
+            self.put(found, (k[:, :alike], v[:, :alike]))
             self.shared_rows = range(found + alike)
         run.num_found = len(self.shared_rows)
         run.buffer = self
@@ -114,6 +112,15 @@ class SharedBuffer(Buffer):
         is_aborted = len(self.run.order) >= self.shared.num_passes
         is_due = keeps_prompt or self.run.step == self.shared.update_step
         if is_due and not is_aborted:
-            before = slice(self.run.window[0])
-            self.in_order = self.k[:, before].clone(), self.v[:, before].clone()
+            self.in_order = content_of(self, slice(self.run.window[0]))
         return logits
+
+    def put(self, start: int, content: Content) -> None:
+        """Let ``content`` be that of the positions from ``start`` on."""
+        k, v = content
+        own = slice(start, start + k.shape[1])
+        self.k[:, own], self.v[:, own] = k, v
+
+
+def content_of(buffer: Buffer, positions: slice) -> Content:
+    return buffer.k[:, positions].clone(), buffer.v[:, positions].clone()
