@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import compress, islice
+from pathlib import Path
 from typing import Any, Literal, overload
 
 import vllm
@@ -122,9 +123,8 @@ class LLM(vllm.LLM):
             **quiet_arguments(kwargs),
             **kwargs,
         }
-        with progress_line(
-            "Starting the engine", shown=arguments.get("use_tqdm_on_load", True)
-        ):
+        shown = kwargs.get("use_tqdm_on_load", True)
+        with progress_line(f"Starting {Path(model).name}", shown=shown):
             try:
                 super().__init__(
                     **arguments, additional_config=additional | {OPTIONS_KEY: options}

@@ -176,8 +176,8 @@ def quiet_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     # Python's resource tracker, which removes what an engine leaves when it ends.
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
     silence_alarms()
-    # On a terminal, loading that takes long shows how far it is.
-    return {"log_level": _LEVEL, "use_tqdm_on_load": sys.stderr.isatty()}
+    # On a terminal, a line says what it waits for; vLLM's bars would stay behind it.
+    return {"log_level": _LEVEL, "use_tqdm_on_load": False}
 
 
 def be_quiet() -> None:
@@ -211,7 +211,8 @@ def progress_line(text: str, *, shown: bool = True) -> Iterator[None]:
     start = time.monotonic()
     try:
         yield
-        remember_seconds(text, time.monotonic() - start)
+        if shown:
+            remember_seconds(text, time.monotonic() - start)
     finally:
         if shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)  # clears the line

@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import signal
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -292,7 +291,6 @@ def load(arguments: dict[str, Any]) -> "LLM":
     # While an engine in processes of its own loads, vLLM waits for them and would
     # ignore Ctrl-C.
     before = signal.signal(signal.SIGINT, end_now)
-    arguments = {"use_tqdm_on_load": sys.stderr.isatty()} | arguments
     try:
         return LLM(**arguments)
     except OSError as error:

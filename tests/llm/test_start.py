@@ -152,18 +152,14 @@ def nothing_asked_for(monkeypatch):
     "variable",
     [None, "VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING"],
 )
-@pytest.mark.parametrize("is_terminal", [False, True])
 def test_an_engine_is_quiet_where_nobody_says_what_to_log(
-    nothing_asked_for, monkeypatch, variable, is_terminal
+    nothing_asked_for, monkeypatch, variable
 ):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     assert quiet.quiet_arguments({"log_level": "INFO"}) == {}
     if variable is not None:
         monkeypatch.setenv(variable, "INFO")
     expected = (
-        {"log_level": "WARNING", "use_tqdm_on_load": is_terminal}
-        if variable is None
-        else {}
+        {"log_level": "WARNING", "use_tqdm_on_load": False} if variable is None else {}
     )
     assert quiet.quiet_arguments({}) == expected
 
@@ -274,3 +270,18 @@ def test_the_time_that_something_took_is_said_the_next_time(monkeypatch, tmp_pat
     assert quiet.last_time("Importing") == ""
     quiet.remember_seconds("Importing", 12.34)
     assert quiet.last_time("Importing") == " (12 s the last time)"
+
+
+def test_a_terminal_alone_sees_and_keeps_what_takes_so_long(
+    nothing_asked_for, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    quiet.quiet_arguments({})
+    with quiet.progress_line("Waiting"):
+        pass
+    assert capsys.readouterr().err == quiet.last_time("Waiting") == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with quiet.progress_line("Waiting"):
+        pass
+    assert capsys.readouterr().err == "Waiting …\r\x1b[K"
+    assert quiet.last_time("Waiting") == " (0 s the last time)"

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
@@ -136,10 +137,12 @@ async def serve_and_tell(
 
 
 def _tell_address(app: Any, sock: socket.socket) -> None:
-    """Log where a server listens, and its playground; remember how long it took."""
+    """Log where a server listens, and its playground; a terminal's user is told the next
+    time how long it took."""
     args, address = app.state.args, sock.getsockname()
     seconds = time.time() - psutil.Process().create_time()
-    remember_seconds(started_name(args.model), seconds)
+    if sys.stdout.isatty():  # someone waited for it
+        remember_seconds(started_name(args.model), seconds)
     if sock.family == socket.AF_UNIX:
         logger.info("The server listens on %s, after %.0f s", address, seconds)
         return
