@@ -66,6 +66,10 @@ SILENCED = {
         "Default vLLM sampling parameters have been overridden": "docs/reference.md: "
         "a checkpoint's defaults count"
     },
+    "vllm.renderers.base": {
+        "Chat template warmup failed": "the first chat says what is wrong, and `dllm "
+        "bench` has no tokenizer"
+    },
     "vllm.utils.system_utils": {
         r"Found ulimit of \d{5}": "enough for thousands of connections",
         r"\[shutdown\] force killing": _END,
