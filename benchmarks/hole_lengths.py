@@ -21,7 +21,12 @@ from program import Rows, argument_parser, report
 
 from dllm_engine.batch import prompt_tokens
 from dllm_engine.demo.tasks import TASKS, make_examples
-from dllm_engine.lengths.forward_passes import Passes, answers_of, result_of
+from dllm_engine.lengths.forward_passes import (
+    Logprobs,
+    Passes,
+    answers_of,
+    result_of,
+)
 from dllm_engine.lengths.holes import Hole, ranked_lengths
 
 LONGEST, BUDGET, AROUND = 12, 32, 96
@@ -156,7 +161,18 @@ def cal(llm: Any, cuts: Sequence[Cut]) -> Chosen:
     return sizes, num_canvases
 
 
-def every_length(with_sureness: bool) -> Callable[[Any, Sequence[Cut]], Chosen]:
+def joins(hole: Hole, size: int, answer: Logprobs) -> float:
+    return sum(answer.asked[size:])
+
+
+def with_prior(hole: Hole, size: int, answer: Logprobs) -> float:
+    """The score with a geometric prior, whose mean is 16 tokens."""
+    return hole.score(size, answer) - size / 16
+
+
+def every_length(
+    score: Callable[[Hole, int, Logprobs], float],
+) -> Callable[[Any, Sequence[Cut]], Chosen]:
     """The best length by a canvas for each."""
 
     def rule(llm: Any, cuts: Sequence[Cut]) -> Chosen:
@@ -164,9 +180,7 @@ def every_length(with_sureness: bool) -> Callable[[Any, Sequence[Cut]], Chosen]:
         for hole in map(hole_of, cuts):
             answers = answers_of(llm, map(hole.closed_probe, hole.sizes))
             scores = {
-                size: hole.score(size, answer)
-                if with_sureness
-                else sum(answer.asked[size:])
+                size: score(hole, size, answer)
                 for size, answer in zip(hole.sizes, answers, strict=True)
             }
             sizes.append(max(hole.sizes, key=lambda size: scores[size]))
@@ -220,8 +234,9 @@ def decoded(llm: Any, cuts: Sequence[Cut], sizes: Sequence[int]) -> list[list[in
 RULES = {
     "16 tokens": fixed,
     "CAL": cal,
-    "joins of every length": every_length(with_sureness=False),
-    "joins and sureness of every length": every_length(with_sureness=True),
+    "joins of every length": every_length(joins),
+    "joins and sureness of every length": every_length(Hole.score),
+    "joins, sureness and a prior": every_length(with_prior),
     "as built": as_built,
     "the true length": true_length,
 }
