@@ -179,7 +179,7 @@ class PageTables:
         failed = state.request.status is RequestStatus.FINISHED_ERROR
         # Given tokens may not be among those that vLLM has hashed.
         if state.num_in_order and not failed and not state.spec.layout.template:
-            self._add_keys(state, min(state.num_in_order, self._num_kept(state)))
+            self._add_keys(state, self._num_kept(state))
         self.pages.free(state.request_id)
 
     def _add_keys(self, state: ScheduledRequest, num_tokens: int) -> None:
@@ -199,9 +199,13 @@ class PageTables:
                 self.pages.note_next(state.request_id, number, tokens, num_tables)
 
     def _num_kept(self, state: ScheduledRequest) -> int:
-        """Tokens that a request's tables of keys and values have room for."""
+        """Decided tokens at the beginning of the canvas that a request's tables of keys
+        and values have in order."""
+        if self.demand.method.keeps_for_good:
+            # Of a long prompt, or of the running block, there may be room for more.
+            return state.progress.retained
         per_layer = state.page_counts.get(PageKind.KV, [0])
-        return min(per_layer) * self.geometry.page_size
+        return min(state.num_in_order, min(per_layer) * self.geometry.page_size)
 
     def _num_final(self, state: ScheduledRequest, num_tokens: int) -> int:
         """The number of the first ``num_tokens`` that are never computed again."""

@@ -122,8 +122,10 @@ def printed(environ, tmp_path_factory):
 def test_the_page_goes_from_nothing_to_rows_of_a_comparison(printed):
     _, models, figures, rows = printed
     words = " ".join(models.split())
-    assert "key_norm (dllm-research) retention_ratio float ≥ 0, ≤ 1; default" in words
-    assert "relative (dllm-research) float > 0, ≤ 1 low_confidence, maskgit" in words
+    assert "key_norm (dllm-research) retention_ratio: float ≥ 0, ≤ 1; default" in words
+    assert (
+        "relative (dllm-research): float > 0, ≤ 1 with low_confidence, maskgit" in words
+    )
     *_, unmasked, retained = figures.splitlines()
     assert max(map(int, re.findall(r"\d+", unmasked))) > 1
     # Half of what is outside the first block, in each layer.

@@ -122,6 +122,19 @@ def test_what_a_text_fills_of_its_last_page_is_copied(engine, cache_method):
     assert_nothing_left(llm)
 
 
+def test_a_prompt_that_is_aborted_half_fed_leaves_only_what_was_fed(engine):
+    llm = engine(**IN_PARTS)
+    params = DiffusionParams(gen_length=8, block_length=engine.block_length)
+    prompt = [*range(10, 130)]
+    llm.llm_engine.add_request("aborted", {"prompt_token_ids": prompt}, params)
+    llm.llm_engine.step()
+    llm.llm_engine.abort_request(["aborted"])
+    (after,) = generate(llm, [prompt], params)
+    assert 0 < cast(int, after.num_cached_tokens) <= IN_PARTS["max_num_batched_tokens"]
+    (fresh,) = generate(engine(**IN_PARTS), [prompt], params)
+    assert tokens([after]) == tokens([fresh])
+
+
 def test_another_block_length_or_salt_shares_nothing(engine):
     llm, length = engine(), engine.block_length
     salted = {"cache_salt": "mine"}
