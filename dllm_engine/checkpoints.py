@@ -130,7 +130,7 @@ def check_named_files(options: EngineOptions) -> None:
     for name in ("lora_path", "decision_template", "decision_calibration"):
         path = getattr(options, name)
         if path is not None and not Path(path).exists():
-            raise ValueError(f"{name}={path!r} does not exist; name what does")
+            raise ValueError(f"{name}={path!r} does not exist; check the path")
     if options.guide_model is not None:
         check_folder(options.guide_model)
 

@@ -234,9 +234,9 @@ class FocusPass(LayerPass):
         rows = np.flatnonzero(stay.cpu().numpy())
         sizes = np.diff(np.searchsorted(rows, self.batch.bounds)).tolist()
         self.num_finished = sizes
-        on_it, limits = on_device(rows, stay.device), self.batch.limits
-        limits = None if limits is None else limits[on_it]
-        return on_it, SplitRows(sizes, self.alone, stay.device, limits)
+        staying, limits = on_device(rows, stay.device), self.batch.limits
+        limits = None if limits is None else limits[staying]
+        return staying, SplitRows(sizes, self.alone, stay.device, limits)
 
     def _end_at_last(self, stay: torch.Tensor, positions: torch.Tensor) -> None:
         """Let the rows of each request attend to nothing behind the last that goes on."""
