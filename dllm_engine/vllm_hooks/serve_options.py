@@ -16,6 +16,8 @@ _FIELD = re.compile(
     r"^    ([a-z]\w*): ((?:int|float)(?= (?:\| None )?=)|)", re.MULTILINE
 )
 """A field of a dataclass, which is an option of the same name."""
+_SWITCH = re.compile("^(no-)?(enable-|disable-)?")
+"""vLLM 0.33 takes ``--enable-lora`` and ``--disable-lora`` where it declares one."""
 _NO_NUMBERS = ("", "auto", "none", "inf")
 """Texts that options of numbers may take."""
 
@@ -43,9 +45,10 @@ def serve_options() -> dict[str, str]:
 
 def is_option(name: str, known: Iterable[str]) -> bool:
     """True for one of the names, for its beginning, which vLLM takes too, and for both
-    behind ``no-``.
+    behind a word that switches it on or off.
     """
-    return any(each.startswith(name.removeprefix("no-")) for each in known)
+    stem = _SWITCH.sub("", name)
+    return any(_SWITCH.sub("", each).startswith(stem) for each in known)
 
 
 def check_serve_options(words: Sequence[str], own: Iterable[str]) -> None:
