@@ -96,21 +96,13 @@ def quantize(
     ]
     for file in source.glob("*.safetensors"):
         tensors = load_file(file)
-        for module in [
-            name.removesuffix(".weight")
-            for name in tensors
-            if IN_LAYERS.fullmatch(name)
-        ]:
-            if tensors[f"{module}.weight"].ndim == 2 and not any(
-                re.match(each, module) for each in left_out
-            ):
-                parts = quantized(
-                    tensors.pop(f"{module}.weight").float(), group.weights
-                )
-                tensors |= {
-                    f"{module}.{kind}": part.contiguous()
-                    for kind, part in parts.items()
-                }
+        for name in filter(IN_LAYERS.fullmatch, list(tensors)):
+            module = name.removesuffix(".weight")
+            if tensors[name].ndim != 2 or any(re.match(x, module) for x in left_out):
+                continue
+            parts = quantized(tensors.pop(name).float(), group.weights)
+            for kind, part in parts.items():
+                tensors[f"{module}.{kind}"] = part.contiguous()
         save_file(tensors, folder / file.name, metadata={"format": "pt"})
     return folder
 

@@ -4,14 +4,7 @@ came to be.
 python examples/rollouts.py
 """
 
-import argparse
 import json
-import os
-
-# Read when vLLM is imported: one process instead of three starts sooner, and only
-# errors are logged.
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from dllm_engine import LLM, DiffusionParams
 
@@ -28,16 +21,7 @@ PARAMS = DiffusionParams(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--model",
-        default="demo",
-        help="folder or Hugging Face name (default: %(default)s)",
-    )
-    llm = LLM(parser.parse_args().model)
-
+    llm = LLM("demo")
     chats = [[{"role": "user", "content": question}] for question in TASKS]
     rollouts = [
         {
@@ -60,22 +44,15 @@ def main() -> None:
     # A trainer computes the same log-probabilities: pass by pass, what is not committed
     # yet is masked.
     best = max(rollouts, key=lambda rollout: rollout["reward"])
-    tokens, start = (
-        best["prompt_token_ids"] + best["response_token_ids"],
-        len(best["prompt_token_ids"]),
-    )
-    passes = sorted(set(best["committed_at"]))
-    masked = [
-        [i for i, number in enumerate(best["committed_at"]) if number >= of_pass]
-        for of_pass in passes
-    ]
-    canvases = [(tokens, [start + i for i in indices]) for indices in masked]
+    tokens = best["prompt_token_ids"] + best["response_token_ids"]
+    start = len(best["prompt_token_ids"])
+    committed_at = best["committed_at"]
     difference = 0.0
-    for of_pass, indices, found in zip(
-        passes, masked, llm.masked_logprobs(canvases), strict=True
-    ):
-        for i, logprob in zip(indices, found, strict=True):
-            if best["committed_at"][i] == of_pass:
+    for number in sorted(set(committed_at)):
+        masked = [i for i, each in enumerate(committed_at) if each >= number]
+        (logprobs,) = llm.masked_logprobs([(tokens, [start + i for i in masked])])
+        for i, logprob in zip(masked, logprobs, strict=True):
+            if committed_at[i] == number:
                 difference = max(difference, abs(logprob - best["logprobs"][i]))
     print(f"largest difference of a log-probability computed again: {difference:.1e}")
 

@@ -3,15 +3,6 @@
 python examples/structured_output.py
 """
 
-import argparse
-import json
-import os
-
-# Read when vLLM is imported: one process instead of three starts sooner, and only
-# errors are logged.
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-
 from vllm.sampling_params import StructuredOutputsParams
 
 from dllm_engine import LLM, DiffusionParams
@@ -25,31 +16,20 @@ SCHEMA = {
     },
     "required": ["name", "number"],
 }
+MATCHES = {
+    "regex": StructuredOutputsParams(regex=r" ?Max=[0-9]{2}, Tom=[0-9]{2}"),
+    "choice": StructuredOutputsParams(choice=["Ida", "Max", "Tom"]),
+    "JSON schema": StructuredOutputsParams(json=SCHEMA),
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--model",
-        default="demo",
-        help="folder or Hugging Face name (default: %(default)s)",
-    )
-    llm = LLM(parser.parse_args().model)
-
-    def ask(**match: object) -> str:
-        params = DiffusionParams(
-            gen_length=32, structured_outputs=StructuredOutputsParams(**match)
-        )
-        (output,) = llm.chat(
-            [{"role": "user", "content": QUESTION}], params, use_tqdm=False
-        )
-        return output.outputs[0].text
-
-    print(f"regex: {ask(regex=r' ?Max=[0-9]{2}, Tom=[0-9]{2}')!r}")
-    print(f"choice: {ask(choice=['Ida', 'Max', 'Tom'])!r}")
-    print(f"JSON schema: {json.loads(ask(json=SCHEMA))}")
+    llm = LLM("demo")
+    messages = [{"role": "user", "content": QUESTION}]
+    for name, match in MATCHES.items():
+        params = DiffusionParams(gen_length=32, structured_outputs=match)
+        (output,) = llm.chat(messages, params, use_tqdm=False)
+        print(f"{name}: {output.outputs[0].text!r}")
 
 
 if __name__ == "__main__":

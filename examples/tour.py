@@ -4,7 +4,6 @@ in, and go on with a chat from shared pages.
 python examples/tour.py
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Iterator
@@ -21,17 +20,8 @@ PARAMS: dict[str, Any] = {"gen_length": 32, "block_length": 8}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--model",
-        default="demo",
-        help="folder or Hugging Face name (default: %(default)s)",
-    )
-    model = parser.parse_args().model
     with timed("Start an engine: vLLM loads, in processes of its own"):
-        llm = LLM(model, cache_method="dual", share_prompts=True, page_size=8)
+        llm = LLM("demo", cache_method="dual", share_prompts=True, page_size=8)
     with timed("1. Answer a prompt"):
         answer = generate(llm)
     with timed("2. Watch the canvas: ░ is a mask, and blocks go from left to right"):
