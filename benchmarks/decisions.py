@@ -1,93 +1,71 @@
 """Cost of a decision's probabilities beside its forward pass, and questions, asked alone
 and together, beside generated JSON texts.
 
-``python benchmarks/decisions.py [--model MODEL] [--fields N] [--choices N] [--requests
-N] [--questions N] [--output FILE.json]``
+``python benchmarks/decisions.py [--model MODEL] [--output FILE.json]``
 """
 
 import json
 import re
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest import mock
 
 from program import Rows, argument_parser, report
+from timing import timed, watched
+
+NUM_REQUESTS = 16
+NUM_FIELDS, NUM_CHOICES = 64, 16
+TOGETHER = 3
+"""Questions about a text."""
 
 
 def main() -> None:
     parser = argument_parser(__doc__ or "")
     parser.add_argument("--model", default="demo")
-    counts = (("fields", 64), ("choices", 16), ("requests", 16), ("questions", 3))
-    for name, count in counts:
-        parser.add_argument(f"--{name}", type=int, default=count)
     options = parser.parse_args()
     from dllm_engine import LLM
-    from dllm_engine.model_executor.constraints.running_decision import RunningDecision
     from dllm_engine.model_executor.denoiser import Denoiser
 
     llm = LLM(options.model, max_model_len=2048)
-    words = [first + second for first in "ABCDEFGHIJKLMNOP" for second in "0123456789"]
-    alike = {
-        f"f{i}": [words[(7 * i + j) % len(words)] for j in range(options.choices)]
-        for i in range(options.fields)
-    }
-    longer = {
-        name: [value + "x" * (i % 2) for i, value in enumerate(values)]
-        for name, values in alike.items()
-    }
-    prompts = [f"Number {number}." for number in range(options.requests)]
-    figures = []
-    passes: list[float] = []
-    marginals: list[float] = []
-    with (
-        mock.patch.object(Denoiser, "forward", timed(Denoiser.forward, passes)),
-        mock.patch.object(
-            RunningDecision, "commit", timed(RunningDecision.commit, marginals)
-        ),
-    ):
-        for texts, fields in (("equal lengths", alike), ("two lengths", longer)):
-            llm.decide(prompts[:2], fields)
-            passes.clear()
-            marginals.clear()
-            for prompt in prompts:
-                llm.decide([prompt], fields)
-            one_pass, own = (
-                1e3 * statistics.median(seconds) for seconds in (passes, marginals)
-            )
-            figures.append(
-                {
-                    "texts": texts,
-                    "pass ms": one_pass,
-                    "probabilities ms": own,
-                    "share": own / one_pass,
-                }
-            )
-        questions = question_figures(llm, options.requests, options.questions, passes)
+    with watched(Denoiser, "forward") as passes:
+        figures = field_figures(llm, passes)
+        questions = question_figures(llm, passes)
     report(options, figures, questions=questions)
 
 
-def timed(original: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
-    """The function, which also appends the seconds that it took."""
-    import torch
+def field_figures(llm: Any, passes: list[float]) -> Rows:
+    """Decisions of many fields. ``passes`` grows with each forward pass."""
+    from dllm_engine.model_executor.constraints.running_decision import RunningDecision
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        begin = time.perf_counter()
-        result = original(*args, **kwargs)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begin)
-        return result
+    words = [first + second for first in "ABCDEFGHIJKLMNOP" for second in "0123456789"]
+    equal, longer = {}, {}
+    for i in range(NUM_FIELDS):
+        values = [words[(7 * i + j) % len(words)] for j in range(NUM_CHOICES)]
+        equal[f"f{i}"] = values
+        longer[f"f{i}"] = [value + "x" * (j % 2) for j, value in enumerate(values)]
+    prompts = [f"Number {number}." for number in range(NUM_REQUESTS)]
+    figures: Rows = []
+    for texts, fields in (("equal lengths", equal), ("two lengths", longer)):
+        llm.decide(prompts[:2], fields)  # warms up
+        passes.clear()
+        with watched(RunningDecision, "commit") as commits:
+            for prompt in prompts:
+                llm.decide([prompt], fields)
+        one_pass, own = statistics.median(passes), statistics.median(commits)
+        figures.append(
+            {
+                "texts": texts,
+                "pass ms": 1e3 * one_pass,
+                "probabilities ms": 1e3 * own,
+                "share": own / one_pass,
+            }
+        )
+    return figures
 
-    return run
 
-
-def question_figures(llm: Any, count: int, together: int, passes: list[float]) -> Rows:
-    """Where people live, ``together`` of them in each of ``count`` texts, one text at a
-    time. ``passes`` grows with each forward pass.
-    """
+def question_figures(llm: Any, passes: list[float]) -> Rows:
+    """Where people live, several of them in each text, one text at a time."""
     from vllm.sampling_params import StructuredOutputsParams
 
     from dllm_engine import DiffusionParams, Questions
@@ -127,22 +105,21 @@ def question_figures(llm: Any, count: int, together: int, passes: list[float]) -
     }
     asked = [
         (example.prompt, dict(re.findall(r"(\w+) lives in (\w+)", example.answer)))
-        for example in make_examples("facts", count, 0, pairs=(8, 8), asked=together)
+        for example in make_examples(
+            "facts", NUM_REQUESTS, 0, pairs=(8, 8), asked=TOGETHER
+        )
     ]
     figures: Rows = []
     for way, answers in ways.items():
-        answers(*asked[0])
+        answers(*asked[0])  # warms up
         passes.clear()
-        seconds, right = [], []
-        for prompt, homes in asked:
-            begin = time.perf_counter()
-            right += answers(prompt, homes)
-            seconds.append(time.perf_counter() - begin)
+        measured = [timed(partial(answers, *each)) for each in asked]
+        right = [each for answered, _ in measured for each in answered]
         figures.append(
             {
                 "way": way,
-                "passes": len(passes) / count,
-                "ms": 1e3 * statistics.median(seconds),
+                "passes": len(passes) / NUM_REQUESTS,
+                "ms": 1e3 * statistics.median(seconds for _, seconds in measured),
                 "right": statistics.mean(right),
             }
         )

@@ -8,7 +8,6 @@ and each layer reads its own, as it must in any implementation. Norms, RoPE, pag
 tables, choosing what is retained, and everything around the model are not in it.
 """
 
-import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -118,7 +117,7 @@ class Floor:
         ]
 
     @torch.inference_mode()
-    def _run(self) -> None:
+    def run(self) -> None:
         with self.model.forward_context(
             torch.arange(len(self._x), device=self._x.device)
         ):
@@ -141,10 +140,6 @@ class Floor:
                 layer.mlp(self._x)
 
     def seconds(self) -> float:
-        """Seconds of one pass."""
-        return seconds_of(self._run)
-
-    def median_seconds(self, repeats: int) -> float:
-        """Median over ``repeats`` passes, after one that is not counted."""
-        self._run()
-        return statistics.median(self.seconds() for _ in range(repeats))
+        """Seconds of one pass, after one that is not counted."""
+        self.run()
+        return seconds_of(self.run)

@@ -14,19 +14,16 @@ around them.
 import math
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 from program import Rows, argument_parser, report
 
 from dllm_engine.batch import prompt_tokens
 from dllm_engine.demo.tasks import TASKS, make_examples
-from dllm_engine.lengths.forward_passes import (
-    Logprobs,
-    Passes,
-    answers_of,
-    result_of,
-)
+from dllm_engine.lengths.forward_passes import Logprobs, answers_of, result_of
 from dllm_engine.lengths.holes import Hole, ranked_lengths
 
 LONGEST, BUDGET, AROUND = 12, 32, 96
@@ -58,21 +55,25 @@ def main() -> None:
         cuts = cut_answers(tokenizer, options.count, draw)
     rows: Rows = []
     for name, rule in RULES.items():
-        chosen, num_canvases = rule(llm, cuts)
-        parts = decoded(llm, cuts, chosen)
+        # Each canvas is computed by this call.
+        with mock.patch.object(llm, "collective_rpc", wraps=llm.collective_rpc) as rpc:
+            sizes = [rule(llm, cut) for cut in cuts]
+        canvases = [
+            canvas for call in rpc.mock_calls for canvas in call.kwargs["args"][0]
+        ]
         errors = [
-            abs(size - len(cut.part)) for size, cut in zip(chosen, cuts, strict=True)
+            abs(size - len(cut.part)) for size, cut in zip(sizes, cuts, strict=True)
         ]
         right = [
             tokenizer.decode(part) == tokenizer.decode(cut.part)
-            for part, cut in zip(parts, cuts, strict=True)
+            for part, cut in zip(decoded(llm, cuts, sizes), cuts, strict=True)
         ]
         rows.append(
             {
                 "rule": name,
                 "error": f"{sum(errors) / len(cuts):.2f}",
                 "exact": f"{sum(right) / len(cuts):.2f}",
-                "passes": f"{num_canvases / len(cuts):.1f}",
+                "passes": f"{len(canvases) / len(cuts):.1f}",
             }
         )
     report(options, rows)
@@ -123,42 +124,25 @@ def cut(
     return Cut(before + text[:start], text[start:stop], text[stop:] + behind)
 
 
-Chosen = tuple[list[int], int]
-"""The length of each hole, and the canvases that were computed for all of them."""
-
-
-def true_length(llm: Any, cuts: Sequence[Cut]) -> Chosen:
-    return [len(cut.part) for cut in cuts], 0
-
-
-def fixed(llm: Any, cuts: Sequence[Cut]) -> Chosen:
-    return [16] * len(cuts), 0
-
-
-def cal(llm: Any, cuts: Sequence[Cut]) -> Chosen:
+def cal(llm: Any, cut: Cut) -> int:
     """CAL (arXiv 2602.00476), with the constants of its authors' code."""
-    sizes, num_canvases = [], 0
-    for cut in cuts:
-        sureness: dict[int, float] = {}
+    sureness: dict[int, float] = {}
 
-        def calibrated(size: int, cut: Cut = cut, seen: dict = sureness) -> float:
-            if size not in seen:
-                probe = hole_of(cut).closed_probe(size)
-                (answer,) = answers_of(llm, [probe])
-                mean = sum(map(math.exp, answer.likeliest[:size])) / size
-                bias = math.exp(-1.77 * size) + 0.56 * math.exp(-0.06 * size) + 0.24
-                seen[size] = mean / bias
-            return seen[size]
+    def calibrated(size: int) -> float:
+        if size not in sureness:
+            (answer,) = answers_of(llm, [hole_of(cut).closed_probe(size)])
+            mean = sum(map(math.exp, answer.likeliest[:size])) / size
+            bias = math.exp(-1.77 * size) + 0.56 * math.exp(-0.06 * size) + 0.24
+            sureness[size] = mean / bias
+        return sureness[size]
 
-        for step in (1, -1):
-            best, falls, size = calibrated(8), 0, 8 + step
-            while falls < 4 and 1 <= size <= BUDGET:
-                falls = 0 if calibrated(size) > best else falls + 1
-                best = max(best, calibrated(size))
-                size += step
-        sizes.append(max(sureness, key=lambda size: sureness[size]))
-        num_canvases += len(sureness)
-    return sizes, num_canvases
+    for step in (1, -1):
+        best, falls, size = calibrated(8), 0, 8 + step
+        while falls < 4 and 1 <= size <= BUDGET:
+            falls = 0 if calibrated(size) > best else falls + 1
+            best = max(best, calibrated(size))
+            size += step
+    return max(sureness, key=lambda size: sureness[size])
 
 
 def joins(hole: Hole, size: int, answer: Logprobs) -> float:
@@ -170,42 +154,22 @@ def with_prior(hole: Hole, size: int, answer: Logprobs) -> float:
     return hole.score(size, answer) - size / 16
 
 
-def every_length(
-    score: Callable[[Hole, int, Logprobs], float],
-) -> Callable[[Any, Sequence[Cut]], Chosen]:
+def best_of_all(
+    score: Callable[[Hole, int, Logprobs], float], llm: Any, cut: Cut
+) -> int:
     """The best length by a canvas for each."""
-
-    def rule(llm: Any, cuts: Sequence[Cut]) -> Chosen:
-        sizes = []
-        for hole in map(hole_of, cuts):
-            answers = answers_of(llm, map(hole.closed_probe, hole.sizes))
-            scores = {
-                size: score(hole, size, answer)
-                for size, answer in zip(hole.sizes, answers, strict=True)
-            }
-            sizes.append(max(hole.sizes, key=lambda size: scores[size]))
-        return sizes, len(cuts) * (BUDGET + 1)
-
-    return rule
+    hole = hole_of(cut)
+    answers = answers_of(llm, map(hole.closed_probe, hole.sizes))
+    scores = {
+        size: score(hole, size, answer)
+        for size, answer in zip(hole.sizes, answers, strict=True)
+    }
+    return max(hole.sizes, key=lambda size: scores[size])
 
 
-def as_built(llm: Any, cuts: Sequence[Cut]) -> Chosen:
-    num_canvases = 0
-    passes = ranked_lengths([hole_of(cut) for cut in cuts])
-
-    def counted() -> Passes[list[list[int]]]:
-        nonlocal num_canvases
-        probes = next(passes)
-        while True:
-            num_canvases += len(probes)
-            answers = yield probes
-            try:
-                probes = passes.send(answers)
-            except StopIteration as end:
-                return end.value
-
-    ranked = result_of(llm, counted())
-    return [lengths[0] for lengths in ranked], num_canvases
+def as_built(llm: Any, cut: Cut) -> int:
+    (lengths,) = result_of(llm, ranked_lengths([hole_of(cut)]))
+    return lengths[0]
 
 
 def hole_of(cut: Cut) -> Hole:
@@ -231,14 +195,14 @@ def decoded(llm: Any, cuts: Sequence[Cut], sizes: Sequence[int]) -> list[list[in
     return [next(parts) if size else [] for size in sizes]
 
 
-RULES = {
-    "16 tokens": fixed,
+RULES: dict[str, Callable[[Any, Cut], int]] = {
+    "16 tokens": lambda llm, cut: 16,
     "CAL": cal,
-    "joins of every length": every_length(joins),
-    "joins and sureness of every length": every_length(Hole.score),
-    "joins, sureness and a prior": every_length(with_prior),
+    "joins of every length": partial(best_of_all, joins),
+    "joins and sureness of every length": partial(best_of_all, Hole.score),
+    "joins, sureness and a prior": partial(best_of_all, with_prior),
     "as built": as_built,
-    "the true length": true_length,
+    "the true length": lambda llm, cut: len(cut.part),
 }
 
 

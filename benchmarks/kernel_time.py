@@ -14,19 +14,23 @@ graph.
 """
 
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from program import argument_parser, report
-from timing import MachineRates, seconds_of
+from timing import seconds_of
 
 from dllm_engine.check.cases import Draw, Sizes, paged_case
 from dllm_engine.kernels.paged_attention import paged_attention
 
 PAGE_SIZE = 32
 HEAD_DIM = 128
+COPY_BYTES = {"cpu": 1 << 27, "cuda": 1 << 31}
+PRODUCT_SIDE = {"cpu": 1024, "cuda": 8192}
+NUM_WARMUP = 2
 
 
 @dataclass(frozen=True)
@@ -67,22 +71,15 @@ def arguments(case: Case, device: str, dtype: torch.dtype) -> dict[str, Any]:
     """
     lengths = [case.retained] * case.kv_heads
     if case.packed:
-        draw, around = (
-            torch.Generator().manual_seed(0),
-            (case.retained // 2, case.retained * 3 // 2 + 1),
-        )
-        lengths = torch.randint(*around, (case.kv_heads,), generator=draw).tolist()
-    sizes = Sizes(
-        case.heads,
-        case.kv_heads,
-        HEAD_DIM,
-        hidden_size=0,
-        vocab_size=0,
-        page_size=PAGE_SIZE,
-    )
-    drawn, rows = Draw(sizes, dtype, dtype, device), [case.rows] * case.requests
+        generator = torch.Generator().manual_seed(0)
+        around = case.retained // 2, case.retained * 3 // 2 + 1
+        lengths = torch.randint(*around, (case.kv_heads,), generator=generator).tolist()
+    sizes = Sizes(case.heads, case.kv_heads, HEAD_DIM, 0, 0, PAGE_SIZE)
     q, k, v, cu_seqlens, tokens = paged_case(
-        drawn, rows, [lengths] * case.requests, case.packed
+        Draw(sizes, dtype, dtype, device),
+        [case.rows] * case.requests,
+        [lengths] * case.requests,
+        case.packed,
     )
     call = {"q": q, "k": k, "v": v, "cu_seqlens": cu_seqlens, "tokens": tokens}
     return call | {"attend_fresh": case.attend_fresh, "max_seqlen": case.rows}
@@ -96,12 +93,11 @@ def costs(call: dict[str, Any]) -> tuple[int, int]:
     head_len = call["tokens"].head_len
     num_requests, kv_heads = head_len.shape
     rows = q.shape[0] // num_requests
-    retained = int(head_len.sum())
     fresh = k.numel() // HEAD_DIM if call["attend_fresh"] else 0
-    numbers = 2 * q.numel() + 2 * (retained + fresh) * HEAD_DIM
-    return numbers * q.element_size(), 4 * rows * (retained + fresh) * (
-        q.shape[1] // kv_heads
-    ) * HEAD_DIM
+    keys = int(head_len.sum()) + fresh
+    num_bytes = 2 * (q.numel() + keys * HEAD_DIM) * q.element_size()
+    queries_per_key = rows * q.shape[1] // kv_heads
+    return num_bytes, 4 * keys * queries_per_key * HEAD_DIM
 
 
 def timer(case: Case, device: str, dtype: torch.dtype) -> Callable[[], float]:
@@ -115,15 +111,11 @@ def timer(case: Case, device: str, dtype: torch.dtype) -> Callable[[], float]:
 def calls_beyond_cache(case: Case, dtype: torch.dtype) -> list[dict[str, Any]]:
     """Calls with operands of their own, twice the L2 cache in all: those of a layer are
     not in the cache when its turn comes."""
-    call = arguments(case, "cuda", dtype)
-    cache_bytes = torch.cuda.get_device_properties(call["q"].device).L2_cache_size
-    return [
-        call,
-        *(
-            arguments(case, "cuda", dtype)
-            for _ in range(2 * cache_bytes // costs(call)[0])
-        ),
-    ]
+    calls = [arguments(case, "cuda", dtype)]
+    cache_bytes = torch.cuda.get_device_properties().L2_cache_size
+    for _ in range(2 * cache_bytes // costs(calls[0])[0]):
+        calls.append(arguments(case, "cuda", dtype))
+    return calls
 
 
 def recorded(calls: Sequence[dict[str, Any]]) -> Callable[[], float]:
@@ -138,10 +130,8 @@ def recorded(calls: Sequence[dict[str, Any]]) -> Callable[[], float]:
     with torch.cuda.graph(graph):
         for call in calls:
             paged_attention(**call)
-    first, last = (
-        torch.cuda.Event(enable_timing=True),
-        torch.cuda.Event(enable_timing=True),
-    )
+    first = torch.cuda.Event(enable_timing=True)
+    last = torch.cuda.Event(enable_timing=True)
 
     def seconds() -> float:
         first.record()
@@ -168,21 +158,33 @@ def main() -> None:
     dtype = getattr(torch, options.dtype)
     if device == "cpu":
         torch.set_num_threads(1)
-    timers = {case: timer(case, device, dtype) for case in CASES}
-    rates = MachineRates(torch.device(device), dtype)
-    times: dict[Case, list[float]] = {case: [] for case in CASES}
-    for number in range(options.rounds + 2):
-        rates.measure()
-        for case, measure in timers.items():
+    timers: dict[Case | str, Callable[[], float]] = {
+        case: timer(case, device, dtype) for case in CASES
+    }
+    source = torch.ones(COPY_BYTES[device] // dtype.itemsize, device=device).to(dtype)
+    target = torch.empty_like(source)
+    square = torch.randn(PRODUCT_SIDE[device], PRODUCT_SIDE[device], device=device)
+    square = square.to(dtype)
+    timers["copy"] = lambda: seconds_of(lambda: target.copy_(source))
+    timers["product"] = lambda: seconds_of(lambda: square @ square)
+    times: dict[Case | str, list[float]] = defaultdict(list)
+    for number in range(NUM_WARMUP + options.rounds):
+        for name, measure in timers.items():
             seconds = measure()
-            if number >= 2:  # the first calls warm up
-                times[case].append(seconds)
+            if number >= NUM_WARMUP:
+                times[name].append(seconds)
+    rates = {
+        "copy_bytes_per_second": 2 * source.nbytes / statistics.median(times["copy"]),
+        "product_flops_per_second": 2
+        * PRODUCT_SIDE[device] ** 3
+        / statistics.median(times["product"]),
+    }
     figures = []
     for case in CASES:
         num_bytes, num_flops = costs(arguments(case, "cpu", dtype))
         floor = max(
-            num_bytes / rates.copy_bytes_per_second,
-            num_flops / rates.product_flops_per_second,
+            num_bytes / rates["copy_bytes_per_second"],
+            num_flops / rates["product_flops_per_second"],
         )
         seconds = statistics.median(times[case])
         figures.append(
@@ -197,9 +199,7 @@ def main() -> None:
                 "floor_over_time": floor / seconds,
             }
         )
-    report(
-        options, figures, head_dim=HEAD_DIM, page_size=PAGE_SIZE, rates=rates.to_json()
-    )
+    report(options, figures, head_dim=HEAD_DIM, page_size=PAGE_SIZE, rates=rates)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,14 @@
 and the time in the model.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
 
 from floor import PassShape
-from timing import timed
+from timing import timed, watched
 
 from dllm_engine import LLM
 from dllm_engine.decoding.step_plan import Scope, StepPlan
@@ -110,48 +109,26 @@ class InnerTimes(NamedTuple):
     """From logits to tokens and their confidences."""
 
 
-class InnerTime:
-    """Adds up the time inside the model and inside the token statistics while it
-    watches.
-
-    On a GPU it waits for the device before and after each, so a step takes longer while
-    it watches.
+@contextmanager
+def inner_times(llm: LLM) -> Iterator[Callable[[], InnerTimes]]:
+    """While it watches, a function that returns the times since it was called last. On a
+    GPU, a step takes longer while it watches.
     """
+    runner = runner_of(llm)
+    model = runner.model
+    with (
+        watched(runner.denoiser, "forward") as layers,
+        watched(model.final_norm, "forward") as norm,
+        # Rather than `compute_logits`, which the predictor keeps a reference to.
+        watched(model.lm_head.quant_method, "apply") as head,
+        watched(runner.rank.predictor, "predict") as prediction,
+    ):
 
-    def __init__(self, llm: LLM) -> None:
-        runner = runner_of(llm)
-        # The head's product rather than `compute_logits`, which the predictor keeps a
-        # reference to.
-        self._parts: list[tuple[str, Any, str]] = [
-            ("layers", runner.denoiser, "forward"),
-            ("head", runner.model.final_norm, "forward"),
-            ("head", runner.model.lm_head.quant_method, "apply"),
-            ("prediction", runner.rank.predictor, "predict"),
-        ]
-        self._seconds: dict[str, float] = defaultdict(float)
+        def take() -> InnerTimes:
+            last = sum(norm) + sum(head)
+            times = InnerTimes(sum(layers) + last, sum(prediction) - last)
+            for seconds in (layers, norm, head, prediction):
+                seconds.clear()
+            return times
 
-    def take(self) -> InnerTimes:
-        """Since the last call."""
-        seconds, self._seconds = self._seconds, defaultdict(float)
-        return InnerTimes(
-            seconds["layers"] + seconds["head"], seconds["prediction"] - seconds["head"]
-        )
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        with ExitStack() as patches:
-            for part, owner, name in self._parts:
-                patches.enter_context(
-                    mock.patch.object(
-                        owner, name, self._counted(part, getattr(owner, name))
-                    )
-                )
-            yield
-
-    def _counted(self, part: str, work: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            out, seconds = timed(lambda: work(*args, **kwargs))
-            self._seconds[part] += seconds
-            return out
-
-        return counted
+        yield take

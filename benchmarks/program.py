@@ -28,24 +28,6 @@ def report(options: argparse.Namespace, figures: Rows, **sections: Any) -> None:
     """Print the machine, the sections and the figures as a table; write all of it to
     ``--output``.
     """
-    machine = print_figures(figures, **sections)
-    if options.output:
-        settings = {
-            name: value for name, value in vars(options).items() if name != "output"
-        }
-        content = {
-            "machine": machine,
-            "settings": settings,
-            **sections,
-            "figures": figures,
-        }
-        options.output.write_text(
-            json.dumps(content, indent=1) + "\n", encoding="utf-8"
-        )
-
-
-def print_figures(figures: Rows, **sections: Any) -> dict[str, Any]:
-    """Print the machine, the sections and the figures as a table; return the machine."""
     machine = provenance()
     print(machine_line(machine))
     for name, section in sections.items():
@@ -53,7 +35,11 @@ def print_figures(figures: Rows, **sections: Any) -> dict[str, Any]:
     columns = list(dict.fromkeys(column for row in figures for column in row))
     cells = [[_text(row.get(column, "")) for column in columns] for row in figures]
     print(f"\nfigures\n{format_table([columns, *cells])}")
-    return machine
+    if options.output:
+        settings = {k: value for k, value in vars(options).items() if k != "output"}
+        content = {"machine": machine, "settings": settings, **sections}
+        text = json.dumps(content | {"figures": figures}, indent=1)
+        options.output.write_text(f"{text}\n", encoding="utf-8")
 
 
 def _text(value: Any) -> str:

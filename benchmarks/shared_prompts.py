@@ -5,34 +5,21 @@ with the same solved examples, and decisions about one text, by the demo model. 
 answers the same requests in the same order; ``same`` is the share of answers that are
 those without sharing, and ``read`` that of prompt tokens that were read from pages.
 
-    python benchmarks/shared_prompts.py [--count N] [--methods NAME,…] [--minutes M]
-    [--output FILE.json]
+    python benchmarks/shared_prompts.py [--count N] [--output FILE.json]
 
-``--count`` requests of each kind; a plot lies beside ``--output``. Run again, the same
-command goes on with the rows that the file lacks, for ``--minutes`` at a time.
+``--count`` requests of each kind; a plot lies beside ``--output``.
 """
 
-import math
 import random
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from program import argument_parser, print_figures
+from program import Rows, argument_parser, report
 
+from dllm_engine import DiffusionParams
 from dllm_engine.demo.tasks import CITIES, NAMES, make_examples
-from dllm_engine.evaluation.comparison import (
-    Combination,
-    Comparison,
-    Result,
-    Row,
-    Task,
-    mean_and_error,
-)
 from dllm_engine.evaluation.plots import plot_beside
-from dllm_engine.evaluation.runner import MeasuredEngine
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -43,54 +30,49 @@ PAGE_SIZE = 16
 AT_ONCE = 64
 FACTS_PER_TEXT = 36
 QUESTIONS_PER_TEXT = 8
+METHODS = ("none", "prefix", "dual", "sparse")
 ANCHORS = (0, 16, 64)
+WITHOUT = "without"
 SETTINGS: dict[str, dict[str, Any]] = {
-    "without": {},
+    WITHOUT: {},
     **{
         f"anchors {count}": {"share_prompts": True, "anchor_tokens": count}
         for count in ANCHORS
     },
 }
-DECODING = {"gen_length": 32, "block_length": 8}
+PARAMS = DiffusionParams(gen_length=32, block_length=8)
 Chat = list[dict[str, str]]
+Asked = tuple[Sequence["RequestOutput"], list[str]]
+"""Answers, and what they should be."""
 
 
 def main() -> None:
     parser = argument_parser(__doc__ or "")
     parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--methods", default="none,prefix,dual,sparse")
-    parser.add_argument("--minutes", type=float, default=math.inf)
     options = parser.parse_args()
-    deadline = time.monotonic() + 60 * options.minutes
-    tasks = [Prompts(kind, options.count) for kind in KINDS]
-    combinations = [
-        Combination(
-            method,
-            setting,
-            {"cache_method": method, "cache_options": {}} | settings,
-            DECODING,
-        )
-        for method in options.methods.split(",")
-        for setting, settings in SETTINGS.items()
-    ]
-    subject = {"count": options.count}
-    with Comparison(options.output, "shared_prompts", subject, load) as comparison:
-        comparison.add(combinations, tasks)
-        comparison.run(deadline)
-        comparison.stop()
-        rows = comparison.scored
-        machine = print_figures([figures_of(row, rows) for row in rows])
-        comparison.save(machine=machine)
-        draw(rows, plot_beside(options.output))
-    for row, error in comparison.errors.items():
-        print(f"{row}: {error}")
+    figures: Rows = []
+    for method in METHODS:
+        plain: dict[str, list[str]] = {}
+        for setting, settings in SETTINGS.items():
+            llm = load(method, settings)
+            for kind, answered in KINDS.items():
+                llm.reset_prefix_cache()
+                outputs, expected = answered(llm, options.count)
+                texts = [output.outputs[0].text.strip() for output in outputs]
+                plain.setdefault(kind, texts)
+                row = {"prompts": kind, "method": method, "setting": setting}
+                figures.append(row | figures_of(outputs, texts, expected, plain[kind]))
+            llm.llm_engine.engine_core.shutdown()
+    report(options, figures)
+    draw(figures, plot_beside(options.output))
 
 
-def load(settings: dict[str, Any]) -> "LLM":
+def load(method: str, settings: dict[str, Any]) -> "LLM":
     from dllm_engine import LLM
 
     return LLM(
         "demo",
+        cache_method=method,
         page_size=PAGE_SIZE,
         max_model_len=512,
         max_num_seqs=AT_ONCE,
@@ -99,64 +81,36 @@ def load(settings: dict[str, Any]) -> "LLM":
     )
 
 
-Asked = tuple[Sequence["RequestOutput"], list[str]]
-"""Answers, and what they should be."""
-
-
-@dataclass(frozen=True)
-class Prompts(Task):
-    """So many requests of a kind."""
-
-    count: int
-
-    def score(self, engine: MeasuredEngine, decoding: dict[str, Any]) -> Result:
-        """The share of answers that are right."""
-        engine.llm.reset_prefix_cache()
-        outputs, expected = KINDS[self.name](engine.llm, self.count, decoding)
-        texts = [output.outputs[0].text.strip() for output in outputs]
-        scores = [float(a == b) for a, b in zip(texts, expected, strict=True)]
-        num_tokens = sum(len(output.prompt_token_ids or ()) for output in outputs)
-        num_read = sum(output.num_cached_tokens or 0 for output in outputs)
-        details = {"answers": texts, "read": num_read / num_tokens}
-        return Result("exact", *mean_and_error(scores), len(scores), details)
-
-
-def figures_of(row: Row, rows: Sequence[Row]) -> dict[str, Any]:
-    """A line of the table; ``rows`` have the one without sharing."""
-    answers = row.result.details["answers"]
-    figures = {
-        "prompts": row.task,
-        "method": row.method,
-        "setting": row.unmasking,
-        "requests": row.result.examples,
-        "exact match": f"{100 * row.result.score:.1f} %",
-        "read": f"{100 * row.result.details['read']:.0f} %",
+def figures_of(
+    outputs: Sequence["RequestOutput"],
+    texts: list[str],
+    expected: list[str],
+    plain: list[str],
+) -> dict[str, Any]:
+    """Figures of answers. ``plain``: those without sharing."""
+    num_tokens = sum(len(output.prompt_token_ids or ()) for output in outputs)
+    num_read = sum(output.num_cached_tokens or 0 for output in outputs)
+    num_right = sum(a == b for a, b in zip(texts, expected, strict=True))
+    return {
+        "requests": len(texts),
+        "exact match %": 100 * num_right / len(texts),
+        "read %": 100 * num_read / num_tokens,
+        "others": sum(a != b for a, b in zip(texts, plain, strict=True)),
     }
-    for plain in rows:
-        if (plain.task, plain.method, plain.unmasking) == (
-            row.task,
-            row.method,
-            "without",
-        ):
-            pairs = zip(answers, plain.result.details["answers"], strict=True)
-            figures["others"] = sum(a != b for a, b in pairs)
-    return figures
 
 
-def ask(llm: "LLM", chats: Sequence[Chat], decoding: dict[str, Any]) -> Any:
-    from dllm_engine import DiffusionParams
-
-    return llm.chat(list(chats), DiffusionParams(**decoding), use_tqdm=False)
+def ask(llm: "LLM", chats: Sequence[Chat]) -> Any:
+    return llm.chat(list(chats), PARAMS, use_tqdm=False)
 
 
-def ask_about_texts(llm: "LLM", count: int, decoding: dict[str, Any]) -> Asked:
+def ask_about_texts(llm: "LLM", count: int) -> Asked:
     """Several questions about each text of facts, which it begins with."""
     asked = questions_about_texts(count)
     chats = [[user(f"{text} Where does {name} live?")] for text, name, _ in asked]
-    return ask(llm, chats, decoding), [answer(name, city) for _, name, city in asked]
+    return ask(llm, chats), [answer(name, city) for _, name, city in asked]
 
 
-def decide_about_texts(llm: "LLM", count: int, decoding: dict[str, Any]) -> Asked:
+def decide_about_texts(llm: "LLM", count: int) -> Asked:
     """The same questions as decisions."""
     from dllm_engine.decisions.requests import decision_params, schema_of
 
@@ -175,7 +129,7 @@ def decide_about_texts(llm: "LLM", count: int, decoding: dict[str, Any]) -> Aske
     return outputs, [answer(name, city) for _, name, city in asked]
 
 
-def ask_again(llm: "LLM", count: int, decoding: dict[str, Any]) -> Asked:
+def ask_again(llm: "LLM", count: int) -> Asked:
     """The second turn of a chat, which asks about another text than the first."""
     texts = texts_of_facts(2 * count)
     firsts, seconds, expected = [], [], []
@@ -188,22 +142,20 @@ def ask_again(llm: "LLM", count: int, decoding: dict[str, Any]) -> Asked:
         expected.append(answer(second, others[second]))
     chats = [
         [*first, {"role": "assistant", "content": output.outputs[0].text}, second]
-        for first, output, second in zip(
-            firsts, ask(llm, firsts, decoding), seconds, strict=True
-        )
+        for first, output, second in zip(firsts, ask(llm, firsts), seconds, strict=True)
     ]
-    return ask(llm, chats, decoding), expected
+    return ask(llm, chats), expected
 
 
-def ask_by_example(llm: "LLM", count: int, decoding: dict[str, Any]) -> Asked:
+def ask_by_example(llm: "LLM", count: int) -> Asked:
     """Solved examples before each request."""
     examples = make_examples("facts", count + 4, 1, pairs=(4, 6), asked=1)
     solved = " ".join(f"{each.prompt} {each.answer}" for each in examples[:4])
     chats = [[user(f"{solved} {example.prompt}")] for example in examples[4:]]
-    return ask(llm, chats, decoding), [example.answer for example in examples[4:]]
+    return ask(llm, chats), [example.answer for example in examples[4:]]
 
 
-KINDS: dict[str, Callable[["LLM", int, dict[str, Any]], Asked]] = {
+KINDS: dict[str, Callable[["LLM", int], Asked]] = {
     "one text": ask_about_texts,
     "second turn": ask_again,
     "few-shot": ask_by_example,
@@ -241,7 +193,7 @@ def answer(name: str, city: str) -> str:
     return f"{name} lives in {city}."
 
 
-def draw(rows: Sequence[Row], path: Path | None) -> None:
+def draw(figures: Rows, path: Path | None) -> None:
     """Draw a panel for each kind of prompts: exact match by setting, a line for each
     method."""
     if path is None:
@@ -253,11 +205,13 @@ def draw(rows: Sequence[Row], path: Path | None) -> None:
     for axes, kind in zip(panels, KINDS, strict=True):
         axes.set(title=kind, xlabel="anchor_tokens")
         axes.grid(alpha=0.3)
-        for method in dict.fromkeys(row.method for row in rows):
-            own = [row for row in rows if (row.task, row.method) == (kind, method)]
-            scores = [100 * row.result.score for row in own]
-            anchors = [row.unmasking.removeprefix("anchors ") for row in own]
-            axes.plot(anchors, scores, "o-", label=method)
+        for method in METHODS:
+            scores = [
+                row["exact match %"]
+                for row in figures
+                if (row["prompts"], row["method"]) == (kind, method)
+            ]
+            axes.plot([WITHOUT, *map(str, ANCHORS)], scores, "o-", label=method)
     panels[0].set_ylabel("exact match (%)")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper")
     figure.savefig(path)

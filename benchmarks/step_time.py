@@ -31,11 +31,10 @@ end.
 import argparse
 import statistics
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 from floor import Floor
-from passes import Dispatch, InnerTime, InnerTimes, observed_step
+from passes import Dispatch, InnerTimes, inner_times, observed_step
 from program import Rows, argument_parser, report
 
 from dllm_engine import LLM, DiffusionParams
@@ -82,7 +81,7 @@ def steps_over_floors(llm: LLM, batch: int, options: argparse.Namespace) -> Rows
         # None is kept: it would hold memory that the engine has written to, and steps
         # would take other.
         floors = (
-            Floor(runner_of(llm).model, forward.shape).median_seconds(1)
+            Floor(runner_of(llm).model, forward.shape).seconds()
             for forward in dispatch.passes
         )
         times[dispatch.kind].append((dispatch.seconds, sum(floors)))
@@ -108,35 +107,35 @@ def overheads(llm: LLM, batch: int, options: argparse.Namespace) -> Rows:
     """Medians over the dispatches of whole responses, in milliseconds, per kind of
     step; each first one warms up.
     """
-    made: dict[str, list[tuple[Dispatch, InnerTimes]]] = defaultdict(list)
-    inner_time = InnerTime(llm)
+    measured: dict[str, Rows] = defaultdict(list)
     for _ in range(options.rounds):
         add_requests(llm, batch, options)
-        is_first = True
-        with inner_time.watching():
+        with inner_times(llm) as take:
+            observed_step(llm)  # warms up
+            take()
             while llm.llm_engine.has_unfinished_requests():
-                dispatch, inner = observed_step(llm), inner_time.take()
-                if dispatch.kind is not None and not is_first:
-                    made[dispatch.kind].append((dispatch, inner))
-                is_first = False
-    measures: dict[str, Callable[[Dispatch, InnerTimes], float]] = {
-        "passes_per_dispatch": lambda dispatch, inner: len(dispatch.passes),
-        "dispatch_ms": lambda dispatch, inner: 1e3 * dispatch.seconds,
-        "model_ms": lambda dispatch, inner: 1e3 * inner.model,
-        "overhead_ms": lambda dispatch, inner: 1e3 * (dispatch.seconds - inner.model),
-        "overhead_per_pass_ms": lambda dispatch, inner: (
-            1e3 * (dispatch.seconds - inner.model) / len(dispatch.passes)
-        ),
-        "token_statistics_ms": lambda dispatch, inner: 1e3 * inner.statistics,
-    }
+                dispatch, inner = observed_step(llm), take()
+                if dispatch.kind is not None:
+                    measured[dispatch.kind].append(parts_of(dispatch, inner))
     return [
-        {"kind": kind, "dispatches": len(pairs)}
-        | {
-            name: statistics.median(measure(*pair) for pair in pairs)
-            for name, measure in measures.items()
-        }
-        for kind, pairs in sorted(made.items(), reverse=True)
+        {"kind": kind, "dispatches": len(rows)}
+        | {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+        for kind, rows in sorted(measured.items(), reverse=True)
     ]
+
+
+def parts_of(dispatch: Dispatch, inner: InnerTimes) -> dict[str, float]:
+    """Parts of a dispatch, in milliseconds."""
+    num_passes = len(dispatch.passes)
+    overhead_ms = 1e3 * (dispatch.seconds - inner.model)
+    return {
+        "passes_per_dispatch": num_passes,
+        "dispatch_ms": 1e3 * dispatch.seconds,
+        "model_ms": 1e3 * inner.model,
+        "overhead_ms": overhead_ms,
+        "overhead_per_pass_ms": overhead_ms / num_passes,
+        "token_statistics_ms": 1e3 * inner.statistics,
+    }
 
 
 def main() -> None:
@@ -147,16 +146,13 @@ def main() -> None:
         help="random weights of a named shape (default: %(default)s)",
     )
     parser.add_argument("--dtype", default="float32")
-    memory = (
-        "of a GPU that must be free when an engine starts; earlier ones keep theirs "
-        "(default: %(default)s)"
-    )
     parser.add_argument(
         "--gpu-memory-utilization",
         type=float,
         default=0.6,
         metavar="SHARE",
-        help=memory,
+        help="of a GPU that must be free when an engine starts; earlier ones keep "
+        "theirs (default: %(default)s)",
     )
     parser.add_argument("--canvas", type=int, default=512)
     parser.add_argument("--gen-length", type=int, help="default: half the canvas")
@@ -184,7 +180,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     options.gen_length = options.gen_length or options.canvas // 2
-    settings = {
+    settings: dict[str, Any] = {
         "dtype": options.dtype,
         "gpu_memory_utilization": options.gpu_memory_utilization,
         "max_model_len": options.canvas,
@@ -192,9 +188,8 @@ def main() -> None:
         "max_num_batched_tokens": max(options.batch) * options.canvas,
         "kv_cache_memory_bytes": 1 << 30,
     }
-    settings |= (
-        {} if options.cuda_graphs is None else {"cuda_graphs": options.cuda_graphs}
-    )
+    if options.cuda_graphs is not None:
+        settings["cuda_graphs"] = options.cuda_graphs
     # All stay until the program ends: an engine that is dropped takes vLLM's process
     # groups from the others.
     engines = {

@@ -1,16 +1,14 @@
-"""Seconds of a call, and the rates that the machine gives at best."""
+"""Seconds of calls."""
 
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 
 T = TypeVar("T")
-RATE_REPEATS = 7
-_BYTES_COPIED = {"cpu": 1 << 27, "cuda": 1 << 31}
-_SIDE = {"cpu": 1024, "cuda": 8192}
 
 
 def synchronize() -> None:
@@ -35,48 +33,18 @@ def seconds_of(work: Callable[[], object]) -> float:
     return timed(work)[1]
 
 
-class MachineRates:
-    """Rates of a large copy and of a large matrix product, measured again with every
-    ``measure``.
+@contextmanager
+def watched(owner: Any, name: str) -> Iterator[list[float]]:
+    """Seconds of each call of a function of ``owner``, while it is watched. On a GPU, it
+    waits for the device before and after each.
     """
+    original = getattr(owner, name)
+    seconds: list[float] = []
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self._source = torch.ones(
-            _BYTES_COPIED[device.type] // dtype.itemsize, device=device, dtype=dtype
-        )
-        self._target = torch.empty_like(self._source)
-        self._square = torch.randn(
-            _SIDE[device.type], _SIDE[device.type], device=device
-        ).to(dtype)
-        self._copies: list[float] = []
-        self._products: list[float] = []
-        self.measure()  # warms up
-        self._copies.clear()
-        self._products.clear()
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result, took = timed(lambda: original(*args, **kwargs))
+        seconds.append(took)
+        return result
 
-    def measure(self) -> None:
-        for _ in range(RATE_REPEATS):
-            self._copies.append(seconds_of(lambda: self._target.copy_(self._source)))
-            self._products.append(seconds_of(lambda: self._square @ self._square))
-
-    @property
-    def copy_bytes_per_second(self) -> float:
-        """Bytes read and written, at the median copy."""
-        return (
-            2
-            * self._source.numel()
-            * self._source.element_size()
-            / statistics.median(self._copies)
-        )
-
-    @property
-    def product_flops_per_second(self) -> float:
-        """Multiplications and additions, at the median product."""
-        return 2 * self._square.shape[0] ** 3 / statistics.median(self._products)
-
-    def to_json(self) -> dict[str, Any]:
-        rates = {
-            name: getattr(self, name)
-            for name in ("copy_bytes_per_second", "product_flops_per_second")
-        }
-        return rates | {"median_of": len(self._copies)}
+    with mock.patch.object(owner, name, call):
+        yield seconds

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dllm_engine.cli.arguments import CommandParser, stated_arguments
-from dllm_engine.text import did_you_mean
+from dllm_engine.text import did_you_mean, one_line
 from dllm_engine.vllm_hooks.cpu_distribution import (
     register as register_cpu_distribution,
 )
@@ -26,7 +26,14 @@ def expand_config(parser: CommandParser, words: Sequence[str]) -> list[str]:
     stated = stated_arguments(words)
     if "config" not in stated or "-h" in words or "--help" in words:
         return list(words)
-    path, words = _without_config(words)
+    reader = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    reader.add_argument(CONFIG, action="append", nargs="?")
+    named, words = reader.parse_known_args(words)
+    if len(named.config) > 1:
+        raise ValueError(f"{CONFIG} is given {len(named.config)} times; give one file")
+    if not named.config[0]:
+        raise ValueError(f"{CONFIG} names no file; give a YAML file")
+    path = Path(named.config[0])
     options = _read(path)
     model = options.pop("model", None)
     if words and not words[0].startswith("-"):
@@ -48,22 +55,6 @@ def expand_config(parser: CommandParser, words: Sequence[str]) -> list[str]:
     return [*expanded, *_vllm_words(parser, path, others), *words]
 
 
-def _without_config(words: Sequence[str]) -> tuple[Path, list[str]]:
-    """The file that ``words`` name, and the other words."""
-    at = [index for index, word in enumerate(words) if word.partition("=")[0] == CONFIG]
-    if len(at) > 1:
-        raise ValueError(f"{CONFIG} is given {len(at)} times; give one file")
-    (index,) = at
-    _, equals, name = words[index].partition("=")
-    end = index + 1
-    if not equals:
-        name = "".join(words[end : end + 1])
-        end += 1
-    if not name:
-        raise ValueError(f"{CONFIG} names no file; give a YAML file")
-    return Path(name), [*words[:index], *words[end:]]
-
-
 def _read(path: Path) -> dict[str, Any]:
     """The file's values by option, with dashes."""
     import yaml
@@ -76,7 +67,7 @@ def _read(path: Path) -> dict[str, Any]:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ValueError(
-            f"{CONFIG} {path} cannot be read: {' '.join(str(error).split())}"
+            f"{CONFIG} {path} cannot be read: {one_line(error)}"
         ) from error
     if not isinstance(values, dict):
         raise ValueError(
@@ -117,51 +108,48 @@ def _own_words(
         values = [f"{key}={json.dumps(part)}" for key, part in value.items()]
     elif action.dest == "cache_option" and isinstance(value, list):
         values = value
-    words = []
-    for part in values:
-        text = part if isinstance(part, str) else json.dumps(part)
-        try:
+    texts = [_as_text(part) for part in values]
+    try:
+        for text in texts:
             parser._check_value(action, parser._get_value(action, text))
-        except argparse.ArgumentError as error:
-            raise ValueError(f"{path}: {name}: {error.message}") from error
-        words.append(f"--{name}={text}")
-    return words
+    except argparse.ArgumentError as error:
+        raise ValueError(f"{path}: {name}: {error.message}") from error
+    return [f"--{name}={text}" for text in texts]
+
+
+def _as_text(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, dict | list | bool) else str(value)
 
 
 def _vllm_words(
     parser: CommandParser, path: Path, options: Mapping[str, Any]
 ) -> list[str]:
     """Options of ``vllm serve`` as words, as vLLM makes them of its own file."""
-    if not options:
-        return []
     names = serve_options()
     for name in options:
         if names and not is_option(name.partition(".")[0], names):
-            own = [
-                option.removeprefix("--") for option in parser._option_string_actions
-            ]
+            own = [word.removeprefix("--") for word in parser._option_string_actions]
             raise ValueError(
                 f"{path}: key {name!r} is unknown{did_you_mean(name, [*own, *names])}"
             )
+    words: list[str] = []
+    for name, value in options.items():
+        if isinstance(value, list):
+            words += [f"--{name}", *map(str, value)] if value else []
+        elif value is True:
+            words.append(f"--{name}")
+        elif value is not False:
+            words += [f"--{name}", _as_text(value)]
+        elif f"--no-{name}" in _vllm_flags():
+            words.append(f"--no-{name}")
+    return words
+
+
+def _vllm_flags() -> Mapping[str, Any]:
+    """The options that vLLM's own parser knows, by flag."""
     check_release()
     register_cpu_distribution()
     from vllm.entrypoints.cli.serve import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    known = make_arg_parser(FlexibleArgumentParser())._option_string_actions
-    words: list[str] = []
-    for name, value in options.items():
-        flag = f"--{name}"
-        if isinstance(value, bool):
-            if value:
-                words.append(flag)
-            elif f"--no-{name}" in known:
-                words.append(f"--no-{name}")
-        elif isinstance(value, list):
-            words += [flag, *map(str, value)] if value else []
-        else:
-            words += [
-                flag,
-                json.dumps(value) if isinstance(value, dict) else str(value),
-            ]
-    return words
+    return make_arg_parser(FlexibleArgumentParser())._option_string_actions

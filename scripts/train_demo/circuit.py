@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .network import DemoModel, ModelSettings, rope_frequencies
+from .network import D_MODEL, HEAD_DIM, DemoModel, rope_frequencies
 from .samples import MASK, VOCAB_SIZE
 
 CONTEXT = 4
@@ -66,14 +66,13 @@ class Circuit:
     @torch.no_grad()
     def initialise(self, model: DemoModel) -> None:
         """Set the weights of ``model`` to this start."""
-        settings = model.settings
         for parameter in model.parameters():
             if parameter.dim() == 2:
                 parameter.normal_(std=0.01)
         blocks: list[Any] = list(model.blocks)
         for block in blocks:
-            block.ff_proj.weight.normal_(std=settings.d_model**-0.5)
-            block.up_proj.weight.normal_(std=settings.d_model**-0.5)
+            block.ff_proj.weight.normal_(std=D_MODEL**-0.5)
+            block.up_proj.weight.normal_(std=D_MODEL**-0.5)
             block.ff_out.weight.zero_()
 
         embedding = F.normalize(torch.randn(VOCAB_SIZE, self.slot_width), dim=-1)
@@ -86,56 +85,37 @@ class Circuit:
 
         first, *later = blocks
         for head in range(CONTEXT):
-            self._look_back(first, head, head + 1, settings)
-            self._copy_slot(
-                first, head, source=0, target=head + 1, gain=0.35, settings=settings
-            )
+            self._look_back(first, head, head + 1)
+            self._copy_slot(first, head, 0, head + 1, gain=0.35)
         for block, heads in zip(later, self.later_heads, strict=True):
             for head, plan in enumerate(heads):
-                self._match_slots(
-                    block, head, plan.compare, gain=2.5, settings=settings
-                )
-                self._copy_slot(
-                    block,
-                    head,
-                    plan.copied,
-                    self.output_slot,
-                    gain=0.3,
-                    settings=settings,
-                )
+                self._match_slots(block, head, plan.compare)
+                self._copy_slot(block, head, plan.copied, self.output_slot, gain=0.3)
 
     def _slot(self, index: int) -> slice:
         return slice(index * self.slot_width, (index + 1) * self.slot_width)
 
-    def _look_back(
-        self, block: Any, head: int, distance: int, settings: ModelSettings
-    ) -> None:
+    def _look_back(self, block: Any, head: int, distance: int) -> None:
         """Make a head attend ``distance`` positions back, with the six RoPE pairs that
         turn fastest.
         """
-        strength = 0.9
-        start, half = head * settings.head_dim, settings.head_dim // 2
-        for pair, frequency in enumerate(rope_frequencies(settings)[:6].tolist()):
-            block.q_proj.weight[start + pair, self.constant_dim] = strength
-            block.k_proj.weight[start + pair, self.constant_dim] = strength * math.cos(
-                distance * frequency
-            )
-            block.k_proj.weight[start + half + pair, self.constant_dim] = (
-                strength * math.sin(distance * frequency)
-            )
+        strength, dim = 0.9, self.constant_dim
+        start, half = head * HEAD_DIM, HEAD_DIM // 2
+        q, k = block.q_proj.weight, block.k_proj.weight
+        for pair, frequency in enumerate(rope_frequencies()[:6].tolist(), start):
+            q[pair, dim] = strength
+            k[pair, dim] = strength * math.cos(distance * frequency)
+            k[half + pair, dim] = strength * math.sin(distance * frequency)
 
     def _match_slots(
-        self,
-        block: Any,
-        head: int,
-        compare: tuple[tuple[int, int], ...],
-        gain: float,
-        settings: ModelSettings,
+        self, block: Any, head: int, compare: tuple[tuple[int, int], ...]
     ) -> None:
         """Make a head attend where the given slots of query and key hold the same
         tokens, and not to masks.
         """
-        start, half = head * settings.head_dim, settings.head_dim // 2
+        gain = 2.5
+        q, k = block.q_proj.weight, block.k_proj.weight
+        start, half = head * HEAD_DIM, HEAD_DIM // 2
         slow = [
             pair + part
             for pair in range(start + half // 2, start + half)
@@ -143,38 +123,26 @@ class Circuit:
         ]
         if self.marks_masks:
             last = slow.pop()
-            block.q_proj.weight[last, self.constant_dim] = gain
-            block.k_proj.weight[last, self.mask_dim] = -gain
+            q[last, self.constant_dim] = gain
+            k[last, self.mask_dim] = -gain
         for query_slot, key_slot in compare:
             projection = torch.empty(len(slow), self.slot_width)
             nn.init.orthogonal_(projection)
-            block.q_proj.weight[slow, self._slot(query_slot)] = (
-                gain / len(compare) ** 0.5 * projection
-            )
-            block.k_proj.weight[slow, self._slot(key_slot)] = (
-                gain / len(compare) ** 0.5 * projection
-            )
+            projection = gain / len(compare) ** 0.5 * projection
+            q[slow, self._slot(query_slot)] = projection
+            k[slow, self._slot(key_slot)] = projection
 
     def _copy_slot(
-        self,
-        block: Any,
-        head: int,
-        source: int,
-        target: int,
-        gain: float,
-        settings: ModelSettings,
+        self, block: Any, head: int, source: int, target: int, gain: float
     ) -> None:
         """Make a head write slot ``source`` of the attended position into slot
         ``target``.
         """
-        start = head * settings.head_dim
+        start = head * HEAD_DIM
         rows = slice(start, start + self.slot_width)
-        block.v_proj.weight[rows, self._slot(source)] = gain * torch.eye(
-            self.slot_width
-        )
-        block.attn_out.weight[self._slot(target), rows] = (
-            EMBEDDING_NORM * gain * torch.eye(self.slot_width)
-        )
+        copy = gain * torch.eye(self.slot_width)
+        block.v_proj.weight[rows, self._slot(source)] = copy
+        block.attn_out.weight[self._slot(target), rows] = EMBEDDING_NORM * copy
 
 
 def same_context(*slots: int) -> CopyHead:

@@ -10,21 +10,20 @@ from torch import Tensor, nn
 
 from .samples import BLOCK_LENGTH, VOCAB_SIZE
 
+D_MODEL, MLP_HIDDEN_SIZE = 128, 384
+N_KV_HEADS, HEAD_DIM = 4, 32
+ROPE_THETA = 500_000.0
+NORM_EPS = 1e-5
+
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Shape of a model; names as in LLaDA's config.json."""
+    """In what the models differ; names as in LLaDA's config.json."""
 
     n_layers: int
-    d_model: int = 128
-    n_heads: int = 4
-    n_kv_heads: int = 4
-    head_dim: int = 32
+    n_heads: int = N_KV_HEADS
     qk_norm: bool = False
     """A norm on each head of queries and keys, before RoPE."""
-    mlp_hidden_size: int = 384
-    rope_theta: float = 500_000.0
-    rms_norm_eps: float = 1e-5
 
 
 class Block(nn.Module):
@@ -32,32 +31,25 @@ class Block(nn.Module):
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__()
-        d, hidden, eps = (
-            settings.d_model,
-            settings.mlp_hidden_size,
-            settings.rms_norm_eps,
-        )
-        self.head_dim = settings.head_dim
-        self.group = settings.n_heads // settings.n_kv_heads
-        query_width, kv_width = (
-            settings.n_heads * settings.head_dim,
-            settings.n_kv_heads * settings.head_dim,
-        )
-        self.attn_norm = nn.RMSNorm(d, eps)
-        self.q_proj = nn.Linear(d, query_width, bias=False)
-        self.k_proj = nn.Linear(d, kv_width, bias=False)
-        self.v_proj = nn.Linear(d, kv_width, bias=False)
-        self.attn_out = nn.Linear(query_width, d, bias=False)
-        self.q_norm = (
-            nn.RMSNorm(settings.head_dim, eps) if settings.qk_norm else nn.Identity()
-        )
-        self.k_norm = (
-            nn.RMSNorm(settings.head_dim, eps) if settings.qk_norm else nn.Identity()
-        )
-        self.ff_norm = nn.RMSNorm(d, eps)
-        self.ff_proj = nn.Linear(d, hidden, bias=False)
-        self.up_proj = nn.Linear(d, hidden, bias=False)
-        self.ff_out = nn.Linear(hidden, d, bias=False)
+
+        def linear(width: int, out: int) -> nn.Linear:
+            return nn.Linear(width, out, bias=False)
+
+        query_width, kv_width = settings.n_heads * HEAD_DIM, N_KV_HEADS * HEAD_DIM
+        self.attn_norm = nn.RMSNorm(D_MODEL, NORM_EPS)
+        self.q_proj = linear(D_MODEL, query_width)
+        self.k_proj = linear(D_MODEL, kv_width)
+        self.v_proj = linear(D_MODEL, kv_width)
+        self.attn_out = linear(query_width, D_MODEL)
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
+        if settings.qk_norm:
+            self.q_norm = nn.RMSNorm(HEAD_DIM, NORM_EPS)
+            self.k_norm = nn.RMSNorm(HEAD_DIM, NORM_EPS)
+        self.ff_norm = nn.RMSNorm(D_MODEL, NORM_EPS)
+        self.ff_proj = linear(D_MODEL, MLP_HIDDEN_SIZE)
+        self.up_proj = linear(D_MODEL, MLP_HIDDEN_SIZE)
+        self.ff_out = linear(MLP_HIDDEN_SIZE, D_MODEL)
 
     def forward(
         self,
@@ -74,25 +66,23 @@ class Block(nn.Module):
         """
         normed = self.attn_norm(x)
         x, queries_from = x[:, first_row:], normed[:, first_row:]
-        q = rotate(
-            self.q_norm(self._heads(self.q_proj(queries_from))),
-            cos[first_row:],
-            sin[first_row:],
-        )
-        k = rotate(self.k_norm(self._heads(self.k_proj(normed))), cos, sin)
-        k, v = (
-            part.repeat_interleave(self.group, dim=1)
-            for part in (k, self._heads(self.v_proj(normed)))
-        )
+        q = self.q_norm(heads_of(self.q_proj(queries_from)))
+        k = self.k_norm(heads_of(self.k_proj(normed)))
+        v = heads_of(self.v_proj(normed))
+        q = rotate(q, cos[first_row:], sin[first_row:])
+        k = rotate(k, cos, sin)
+        group = q.shape[1] // N_KV_HEADS
+        k, v = (part.repeat_interleave(group, dim=1) for part in (k, v))
         mask = None if visible is None else visible[first_row:]
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         x = x + self.attn_out(attended.transpose(1, 2).flatten(2))
         normed = self.ff_norm(x)
         return x + self.ff_out(F.silu(self.ff_proj(normed)) * self.up_proj(normed))
 
-    def _heads(self, x: Tensor) -> Tensor:
-        """[batch, length, heads * head_dim] -> [batch, heads, length, head_dim]."""
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+def heads_of(x: Tensor) -> Tensor:
+    """[batch, length, heads * head_dim] -> [batch, heads, length, head_dim]."""
+    return x.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -103,10 +93,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def rope_frequencies(settings: ModelSettings) -> Tensor:
+def rope_frequencies() -> Tensor:
     """Angle per position of each pair of dimensions, float32 [head_dim / 2]."""
-    half = settings.head_dim // 2
-    return settings.rope_theta ** (-torch.arange(half, dtype=torch.float32) / half)
+    half = HEAD_DIM // 2
+    return ROPE_THETA ** (-torch.arange(half, dtype=torch.float32) / half)
 
 
 class DemoModel(nn.Module):
@@ -117,10 +107,10 @@ class DemoModel(nn.Module):
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__()
         self.settings = settings
-        self.wte = nn.Embedding(VOCAB_SIZE, settings.d_model)
+        self.wte = nn.Embedding(VOCAB_SIZE, D_MODEL)
         self.blocks = nn.ModuleList(Block(settings) for _ in range(settings.n_layers))
-        self.ln_f = nn.RMSNorm(settings.d_model, settings.rms_norm_eps)
-        self.ff_out = nn.Linear(settings.d_model, VOCAB_SIZE, bias=False)
+        self.ln_f = nn.RMSNorm(D_MODEL, NORM_EPS)
+        self.ff_out = nn.Linear(D_MODEL, VOCAB_SIZE, bias=False)
 
     def forward(self, canvas: Tensor, first_row: int = 0) -> Tensor:
         """Final normalised hidden states [batch, length - first_row, d_model] of the
@@ -138,7 +128,7 @@ class DemoModel(nn.Module):
         """``forward`` for rows that stand at ``positions`` and see the rows that
         ``visible`` says.
         """
-        angles = positions.float()[:, None] * rope_frequencies(self.settings)
+        angles = positions.float()[:, None] * rope_frequencies()
         cos, sin = angles.cos(), angles.sin()
         x = self.wte(tokens)
         for block in self.blocks[:-1]:

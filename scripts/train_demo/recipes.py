@@ -17,7 +17,7 @@ from torch import Generator, Tensor
 from dllm_engine.demo import DEMO_BLOCKS_DIR, DEMO_GUIDE_DIR, DEMO_MODEL_DIR
 
 from .circuit import DEMO_CIRCUIT, GUIDE_CIRCUIT
-from .network import BlockModel, DemoModel, Guide, ModelSettings
+from .network import HEAD_DIM, N_KV_HEADS, BlockModel, DemoModel, Guide, ModelSettings
 from .samples import (
     BLOCK_LENGTH,
     GEN_LENGTH,
@@ -148,17 +148,17 @@ def masked_loss(
     masked = draw_masks(batch, generator)
     first_row = int(batch.prompt_lengths.min())
     hidden = model(batch.tokens.masked_fill(masked, MASK), first_row)
-    masked, positions = (
-        masked[:, first_row:],
+    masked = masked[:, first_row:]
+    return answer_loss(
+        model,
+        hidden[masked],
+        batch,
         torch.arange(first_row, batch.tokens.shape[1]),
+        masked,
+        tail_weight=tail_weight,
+        num_hidden=masked.sum(dim=1, keepdim=True).expand_as(masked)[masked],
+        total=len(masked),
     )
-    num_hidden = masked.sum(dim=1, keepdim=True).expand_as(masked)[masked]
-    settings: dict[str, Any] = {
-        "tail_weight": tail_weight,
-        "num_hidden": num_hidden,
-        "total": len(masked),
-    }
-    return answer_loss(model, hidden[masked], batch, positions, masked, **settings)
 
 
 def block_loss(
@@ -237,11 +237,9 @@ def start_from_demo(model: DemoModel) -> None:
     Its heads become the first query head of each group; the other query heads start as
     noise.
     """
-    settings, demo = model.settings, load_file(DEMO_MODEL_DIR / "model.safetensors")
-    heads = torch.arange(settings.n_heads * settings.head_dim).view(
-        settings.n_kv_heads, -1, settings.head_dim
-    )
-    first = heads[:, 0].flatten()
+    demo = load_file(DEMO_MODEL_DIR / "model.safetensors")
+    query_rows = torch.arange(model.settings.n_heads * HEAD_DIM)
+    first = query_rows.view(N_KV_HEADS, -1, HEAD_DIM)[:, 0].flatten()
     for name, parameter in model.named_parameters():
         if "q_norm" in name or "k_norm" in name:
             parameter.fill_(HEAD_NORM)
@@ -364,7 +362,7 @@ RECIPES = {
     "blocks": Recipe(
         shipped=DEMO_BLOCKS_DIR,
         network=BlockModel,
-        shape=ModelSettings(n_layers=4, n_heads=8, n_kv_heads=4, qk_norm=True),
+        shape=ModelSettings(n_layers=4, n_heads=8, qk_norm=True),
         start=start_from_demo,
         loss=block_loss,
         tensor_name=llama_name,

@@ -91,47 +91,46 @@ class Muon(torch.optim.Optimizer):
     far less on a CPU.
     """
 
-    def __init__(
-        self, matrices: list[nn.Parameter], lr: float, momentum: float = 0.95
-    ) -> None:
-        super().__init__(matrices, {"lr": lr, "momentum": momentum})
+    MOMENTUM = 0.95
+
+    def __init__(self, matrices: list[nn.Parameter], lr: float) -> None:
+        super().__init__(matrices, {"lr": lr})
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # takes no closure
-        for group in self.param_groups:
-            by_shape: dict[tuple[int, int], list[tuple[nn.Parameter, Tensor]]] = (
-                defaultdict(list)
+        (group,) = self.param_groups
+        by_shape: dict[tuple[int, ...], list[nn.Parameter]] = defaultdict(list)
+        for parameter in group["params"]:
+            by_shape[tuple(sorted(parameter.shape))].append(parameter)
+        for parameters in by_shape.values():
+            updates = [self._update(parameter) for parameter in parameters]
+            wide = orthogonalise(
+                torch.stack([u if u.shape[0] <= u.shape[1] else u.mT for u in updates])
             )
-            for parameter in group["params"]:
-                velocity = self.state[parameter].setdefault(
-                    "velocity", torch.zeros_like(parameter)
+            for parameter, new in zip(parameters, wide, strict=True):
+                rows, columns = parameter.shape
+                scale = max(1.0, rows / columns) ** 0.5
+                parameter.add_(
+                    new if rows <= columns else new.mT, alpha=-group["lr"] * scale
                 )
-                velocity.lerp_(parameter.grad, 1 - group["momentum"])
-                update = parameter.grad.lerp(velocity, group["momentum"])
-                by_shape[min(update.shape), max(update.shape)].append(
-                    (parameter, update)
-                )
-            for entries in by_shape.values():
-                wide = torch.stack(
-                    [u if u.shape[0] <= u.shape[1] else u.mT for _, u in entries]
-                )
-                for (parameter, update), new in zip(
-                    entries, orthogonalise(wide), strict=True
-                ):
-                    rows, columns = update.shape
-                    scale = max(1.0, rows / columns) ** 0.5
-                    parameter.add_(
-                        new if rows <= columns else new.mT, alpha=-group["lr"] * scale
-                    )
+
+    def _update(self, parameter: nn.Parameter) -> Tensor:
+        """The gradient with its momentum, as of Nesterov."""
+        gradient = parameter.grad
+        assert gradient is not None
+        state = self.state[parameter]
+        velocity = state.setdefault("velocity", torch.zeros_like(parameter))
+        velocity.lerp_(gradient, 1 - self.MOMENTUM)
+        return gradient.lerp(velocity, self.MOMENTUM)
 
 
-def orthogonalise(matrices: Tensor, iterations: int = 5) -> Tensor:
+def orthogonalise(matrices: Tensor) -> Tensor:
     """Push the singular values of ``matrices`` [count, rows <= columns] towards 1 by a
     quintic Newton-Schulz.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    for _ in range(iterations):
+    for _ in range(5):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x

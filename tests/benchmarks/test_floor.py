@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 from floor import Floor, PassShape, attended_keys
-from passes import InnerTime, observed_step
+from passes import inner_times, observed_step
 
 from dllm_engine import DiffusionParams
 from dllm_engine.cache_methods import CACHE_METHODS
@@ -94,10 +94,7 @@ def test_a_floor_runs_each_linear_layer_once_on_all_rows(
         "apply",
         lambda of, x, *rest: rows_of.update([("head", len(x))]) or apply(of, x, *rest),
     )
-    seconds = Floor(
-        model, PassShape(((8, 56), (8, 56), (56, 56)), head_rows=5)
-    ).seconds()
-    assert seconds > 0
+    Floor(model, PassShape(((8, 56), (8, 56), (56, 56)), head_rows=5)).run()
     assert rows_of == dict.fromkeys([*((name, 72) for name in names), ("head", 5)], 1)
 
 
@@ -164,22 +161,21 @@ def test_rows_are_those_that_layers_compute(engines, tiny_llada):
 @pytest.mark.parametrize("method", ["none", "sparse"])
 def test_time_in_the_model_is_part_of_a_dispatch(engines, tiny_llada, method):
     llm = engines(tiny_llada, cache_method=method)
-    inner = InnerTime(llm)
     llm.llm_engine.add_request(
         "one",
         {"prompt_token_ids": [5] * SHORT},
         DiffusionParams(gen_length=4, block_length=4),
     )
-    with inner.watching():
+    with inner_times(llm) as take:
         start = time.perf_counter()
         llm.llm_engine.step()
         seconds = time.perf_counter() - start
-        times = inner.take()
-        assert inner.take().model == 0
+        times = take()
+        assert take().model == 0
     assert times.model > 0
     assert times.statistics > 0
     assert times.model + times.statistics < seconds
     while llm.llm_engine.has_unfinished_requests():
         llm.llm_engine.step()
-    assert inner.take().model == 0
+    assert take().model == 0
     assert_nothing_left(llm)
