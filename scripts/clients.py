@@ -340,13 +340,13 @@ class Clients:
 
     def install(self) -> None:
         packages = sorted({check.package for check in CHECKS})
-        of_npm = [name for name in packages if name.startswith("@")]
-        of_python = [name for name in packages if not name.startswith("@")]
+        npm_packages = [name for name in packages if name.startswith("@")]
+        python_packages = [name for name in packages if not name.startswith("@")]
         subprocess.run([sys.executable, "-m", "venv", self.folder], check=True)
         pip = [str(self.python), "-m", "pip", "install", "--quiet", "--upgrade"]
-        subprocess.run([*pip, *of_python], check=True)
+        subprocess.run([*pip, *python_packages], check=True)
         npm = ["npm", "install", "--silent", "--ignore-scripts", "--prefix"]
-        subprocess.run([*npm, str(self.folder), *of_npm, "ai"], check=True)
+        subprocess.run([*npm, str(self.folder), *npm_packages, "ai"], check=True)
 
     def version(self, package: str) -> str:
         if package.startswith("@"):
@@ -394,10 +394,8 @@ def main() -> None:
         "|---|---|---|---|",
     ]
     for check in CHECKS:
-        answer, version = (
-            clients.answer(check, args.url),
-            clients.version(check.package),
-        )
+        answer = clients.answer(check, args.url)
+        version = clients.version(check.package)
         line = f"| {check.package} | {version} | `{check.call}` | {answer} |"
         print(line, flush=True)
         lines.append(line)
