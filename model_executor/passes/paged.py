@@ -2,7 +2,6 @@
 well.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -99,47 +98,32 @@ class AddingPass(PagedPass):
         super().__init__(
             tokens, batch.split_rows([not plan.read for plan in batch.plans])
         )
-        alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
-        for i, plan in enumerate(batch.plans):
-            if plan.state is RefreshState.UPDATE:
-                work = plan.span, plan.window, plan.read, plan.num_anchored, plan.adds
-                alike[work].append(i)
-        self.groups = list(alike.values())
-        """Numbers of the UPDATE requests, those together that compute and add the same.
-        """
-        self.updating = [i for members in self.groups for i in members]
-        """Numbers of the UPDATE requests, in the order in which their rows are
-        retained.
-        """
-        if not self.groups:
+        plans = enumerate(batch.plans)
+        self.updating = [i for i, plan in plans if plan.state is RefreshState.UPDATE]
+        """Numbers of the UPDATE requests."""
+        if not self.updating:
             self.repeats = Repeats.ONLY_FILLS
             return
-        self.named = [_named_rows(batch.plans[members[0]]) for members in self.groups]
-        """Per group, the rows of the positions that ``plan.adds`` names, among a
-        request's own; on the host.
-        """
-        plans = [batch.plans[i] for i in self.updating]
-        counts = [sum(retention.count for retention in plan.adds) for plan in plans]
-        firsts = [
-            batch.plans[i].read if adding[i] == reading[i] else 0 for i in self.updating
+        counts = [
+            sum(retention.count for retention in batch.plans[i].adds)
+            for i in self.updating
         ]
         self.bounds = [0, *accumulate(counts)]
         """Bounds of the tokens that each of ``updating`` adds to pages."""
-        places = (
-            np.repeat(self.updating, counts),
-            ranges(firsts, counts)[1],
-        )
+        firsts = [
+            batch.plans[i].read if adding[i] == reading[i] else 0 for i in self.updating
+        ]
+        places = np.repeat(self.updating, counts), ranges(firsts, counts)[1]
         added_to = tokens if adding == reading else TokenTables(batch, pages, adding)
         self.slots = added_to.token_slots(
             ALL_LAYERS, *on_device(np.stack(places), batch.device).unbind()
         )
         """Per layer, the slots of each token that is added."""
-        named = zip(self.groups, self.named, strict=True)
-        rows = np.concatenate(
-            [self.batch_rows(i, own) for members, own in named for i in members]
-        )
-        self.named_rows = on_device(rows, batch.device)
-        """``named`` among the rows of the batch, in the order of ``updating``."""
+        named = [self.batch_rows(i, _named_rows(batch.plans[i])) for i in self.updating]
+        self.named_rows = on_device(np.concatenate(named), batch.device)
+        """Rows of the batch of the positions that ``plan.adds`` names, of each of
+        ``updating``.
+        """
 
     def batch_rows(self, index: int, own: np.ndarray) -> np.ndarray:
         """Numbers in the batch of a request's ``own`` rows."""
@@ -177,7 +161,7 @@ class RetentionPass(AddingPass):
         reading: Sequence[str] | None = None,
     ) -> None:
         super().__init__(batch, pages, reading, reading)
-        if self.groups:
+        if self.updating:
             shape = self.slots.shape[0], batch.bounds[-1], self.slots.shape[2]
             self.row_slots = self.slots.new_full(shape, -1).index_copy_(
                 1, self.named_rows, self.slots

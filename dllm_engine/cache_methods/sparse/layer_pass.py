@@ -80,41 +80,16 @@ class SparsePass(AddingPass):
             )
         if any(plan.own is not None for plan in batch.plans):
             self.row_slots = self._slots_in_order()
-        self.candidates: list[torch.Tensor] = []
-        """Scored rows of each request of ``updating``: the first of its ``named`` rows.
-        """
-        self.candidate_rows: list[torch.Tensor] = []
-        """The same as rows of the batch, and shared candidates behind them."""
-        first_row = 0
+        self.added_parts = [
+            retention for i in self.updating for retention in batch.plans[i].adds
+        ]
+        """What the plans of ``updating`` add, one behind the other."""
         self.windows: list[torch.Tensor] = []
-        """Rows of the window among a request's own rows, for each request of
-        ``updating``.
-        """
-        for members, named in zip(self.groups, self.named, strict=True):
-            plan = batch.plans[members[0]]
-            stops = accumulate(retention.num_positions for retention in plan.adds)
-            num_scored = max(
-                (
-                    stop
-                    for r, stop in zip(plan.adds, stops, strict=True)
-                    if _is_chosen_from(r)
-                ),
-                default=0,
-            )
-            self.candidates += [on_device(named[:num_scored], batch.device)] * len(
-                members
-            )
-            for _ in members:
-                self.candidate_rows.append(
-                    self.named_rows[first_row : first_row + num_scored]
-                )
-                first_row += len(named)
-            self.windows += [
-                on_device(
-                    np.arange(*plan.window) - plan.span.start + plan.num_anchored,
-                    batch.device,
-                )
-            ] * len(members)
+        """Rows of the window of each of ``updating``."""
+        for i in self.updating:
+            plan = batch.plans[i]
+            own = np.arange(*plan.window) - plan.span.start + plan.num_anchored
+            self.windows.append(on_device(batch.bounds[i] + own, batch.device))
 
     def graph_parts(self) -> GraphParts | None:
         batch = self.batch
@@ -122,23 +97,20 @@ class SparsePass(AddingPass):
             return None
         if any(plan.own is not None for plan in batch.plans):
             return None
-        adds = [batch.plans[members[0]].adds for members in self.groups]
-        sizes = tuple(
-            tuple((r.num_positions, r.count) for r in group_adds) for group_adds in adds
-        )
         layout = (
             tuple(batch.sizes),
             self.rows.num_paged_rows,
-            tuple(map(tuple, self.groups)),
-            sizes,
+            tuple(self.updating),
+            tuple((part.num_positions, part.count) for part in self.added_parts),
         )
-        own = self.named_rows, self.slots, *self.candidates, *self.windows
         inputs = [
             self.tokens.tables,
             self.tokens.head_len,
             self.tokens.token_lens,
             *self.rows.graph_inputs(),
-            *own,
+            self.named_rows,
+            self.slots,
+            *self.windows,
         ]
         return GraphParts(layout, inputs)
 
@@ -238,73 +210,48 @@ class SparsePass(AddingPass):
             # Every rank scores with its own heads; all must retain the same tokens.
             # Only the order counts, not the scale.
             scores = tensor_model_parallel_all_reduce(scores)
-        retained, first, first_row = [], 0, 0
-        for members, named in zip(self.groups, self.named, strict=True):
-            stop, stop_row = first + len(members), first_row + len(members) * len(named)
-            group_rows, column = (
-                self.named_rows[first_row:stop_row].view(len(members), len(named)),
-                0,
-            )
-            parts = [group_rows[:, :0]]  # a plan may add nothing
-            for retention in self.batch.plans[members[0]].adds:
-                columns = slice(column, column := column + retention.num_positions)
-                rows = group_rows[:, columns]
-                if _is_chosen_from(retention):
-                    scored, width = (
-                        scores[first:stop, columns],
-                        self.options.pool_kernel_size,
-                    )
-                    rows = rows.gather(
-                        1, select_retained(scored, retention.count, width)
-                    )
-                parts.append(rows)
-            retained.append(torch.cat(parts, dim=1).flatten())
-            first, first_row = stop, stop_row
+        sizes = [part.num_positions for part in self.added_parts]
+        retained = [self.named_rows[:0]]  # a plan may add nothing
+        for part, rows, scored in zip(
+            self.added_parts,
+            self.named_rows.split(sizes),
+            scores.split(sizes),
+            strict=True,
+        ):
+            if _is_chosen_from(part):
+                width = self.options.pool_kernel_size
+                rows = rows[select_retained(scored, part.count, width)]
+            retained.append(rows)
         return torch.cat(retained)
 
     def _scores(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        """Scores of each request's ``candidates``, summed over this rank's heads:
-        float32 ``[len(updating), most]``. What lies behind is no score."""
-        options = self.options
-        scorer = SCORERS[options.scorer]
-        scores = torch.zeros(
-            len(self.updating), max(map(len, self.candidates)), device=q.device
-        )
-        choices = zip(
-            scores,
-            self.updating,
-            self.candidates,
-            self.candidate_rows,
-            self.windows,
-            strict=True,
-        )
-        for request_scores, i, candidates, candidate_rows, window in choices:
-            rows, canvas, plan = (
-                self.batch.rows(i),
-                self.batch.canvases[i],
-                self.batch.plans[i],
-            )
-            own = q[rows], k[rows], v[rows]
+        """Score of each of ``named_rows``, summed over this rank's heads; float32."""
+        options, batch = self.options, self.batch
+        sizes = [
+            sum(part.num_positions for part in batch.plans[i].adds)
+            for i in self.updating
+        ]
+        scores = [q.new_zeros(0, dtype=torch.float32)]
+        for i, window, candidates in zip(
+            self.updating, self.windows, self.named_rows.split(sizes), strict=True
+        ):
             if options.scorer == "mean_query":
                 # The paper's: raw products, so that heads with large queries and keys
                 # count for more.
-                request_scores[: len(candidates)] = mean_query_scores(
-                    own[0][window], k[candidate_rows]
-                )
+                scores.append(mean_query_scores(q[window], k[candidates]))
                 continue
-            lse = (
-                attention_with_lse(*own, [0, plan.span.size])[1]
-                if scorer.needs_lse
-                else None
-            )
+            rows, plan, scorer = batch.rows(i), batch.plans[i], SCORERS[options.scorer]
+            own, lse = (q[rows], k[rows], v[rows]), None
+            if scorer.needs_lse:
+                _, lse = attention_with_lse(*own, [0, plan.span.size])
             numbers = layer, self.pages.first_kv_head, options.observation_window
-            scored = ScoredLayer(*own[:2], lse, canvas, plan.window, *numbers)
-            request_scores[: len(candidates)] = scorer.score(scored, candidates).sum(
-                dim=0
+            scored = ScoredLayer(
+                *own[:2], lse, batch.canvases[i], plan.window, *numbers
             )
-        return scores
+            scores.append(scorer.score(scored, candidates - rows.start).sum(dim=0))
+        return torch.cat(scores)
 
 
 @dataclass(frozen=True)
