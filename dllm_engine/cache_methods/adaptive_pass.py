@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 from vllm.distributed import tensor_model_parallel_all_reduce
 
 from dllm_engine.cache_methods.adaptive import AdaptiveOptions, live_start
@@ -41,7 +42,7 @@ from dllm_engine.model_executor.transfer import on_device
 class LayerSlots(Protocol):
     """Slots of all rows by layer, ``[num_rows, num_kv_heads]`` each."""
 
-    def __getitem__(self, layer: int) -> torch.Tensor: ...
+    def __getitem__(self, layer: int) -> Tensor: ...
 
 
 class KeptTables(Protocol):
@@ -49,19 +50,19 @@ class KeptTables(Protocol):
 
     def row_slots(self) -> LayerSlots: ...
     def paged_tokens(self, layer: int) -> PagedTokens: ...
-    def graph_inputs(self) -> list[torch.Tensor]: ...
+    def graph_inputs(self) -> list[Tensor]: ...
 
 
 @dataclass(frozen=True)
 class LayersRun:
     """Tensors of one run of the layers, which write into them."""
 
-    hidden: torch.Tensor
+    hidden: Tensor
     phases: RotaryPhases
     row_slots: LayerSlots
-    feature_slots: torch.Tensor
+    feature_slots: Tensor
     """``FeatureTables.row_slots``"""
-    rows: torch.Tensor
+    rows: Tensor
     """Rows that each layer recomputes, ``[num_layers, num_rows]``."""
 
 
@@ -122,7 +123,7 @@ class AdaptivePass(LayerPass):
             self.verified = slice(None)
         elif verified.size:
             self.verified = on_device(verified, device)
-        self.counters: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self.counters: tuple[Tensor, Tensor, Tensor] | None = None
         if self.verified is not None and self.options.similarity == "random":
             request_numbers = [
                 [canvas.seed for canvas in batch.canvases],
@@ -169,7 +170,7 @@ class AdaptivePass(LayerPass):
             (rows.num_paged_rows, *rows.sizes)
             for rows in (self.all_rows, self.some_rows)
         )
-        verified = [self.verified] if isinstance(self.verified, torch.Tensor) else []
+        verified = [self.verified] if isinstance(self.verified, Tensor) else []
         verified += self.counters or ()
         parts = self.features, self.choice, self.all_rows, self.some_rows, self.tables
         inputs = [
@@ -180,13 +181,15 @@ class AdaptivePass(LayerPass):
         return GraphParts(layout, inputs)
 
     def __call__(
-        self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases
-    ) -> tuple[torch.Tensor, Results]:
+        self, layers: Iterable[DecoderLayer], hidden: Tensor, phases: RotaryPhases
+    ) -> tuple[Tensor, Results]:
         """The results are the rows that each adaptive layer recomputes, if any of them
         were chosen.
         """
-        layers = list(layers)
-        run = self._begin(layers, hidden, phases)
+        rows = self.places.new_empty(self.num_layers, self.some_rows.bounds[-1])
+        rows[:, self.choice.fixed_places] = self.choice.fixed
+        slots = self.tables.row_slots(), self.features.row_slots()
+        run = LayersRun(hidden, phases, *slots, rows)
         for index, layer in enumerate(layers):
             recompute = (
                 self._recompute_all
@@ -194,29 +197,14 @@ class AdaptivePass(LayerPass):
                 else self._recompute_some
             )
             recompute(run, index, layer)
-        return hidden, self._results(run)
-
-    def _results(self, run: LayersRun) -> list[torch.Tensor]:
-        return [] if self.verified is None else [run.rows[self.first_adaptive_layer :]]
-
-    def _begin(
-        self,
-        layers: Sequence[DecoderLayer],
-        hidden: torch.Tensor,
-        phases: RotaryPhases,
-    ) -> LayersRun:
-        rows = self.places.new_empty(self.num_layers, self.some_rows.bounds[-1])
-        rows[:, self.choice.fixed_places] = self.choice.fixed
-        return LayersRun(
-            hidden, phases, self.tables.row_slots(), self.features.row_slots(), rows
-        )
+        chosen = [] if self.verified is None else [rows[self.first_adaptive_layer :]]
+        return hidden, chosen
 
     def rows_computed(self, index: int, num_rows: int, results: Results) -> int:
         first = self.first_adaptive_layer
-        rest = self.num_layers - self.first_adaptive_layer
-        return -(
-            -(first * num_rows + rest * self.some_rows.sizes[index]) // self.num_layers
-        )
+        rest = self.num_layers - first
+        total = first * num_rows + rest * self.some_rows.sizes[index]
+        return -(-total // self.num_layers)
 
     def record(self, index: int, results: Results) -> dict[str, Any]:
         count = self.num_updated[index]
@@ -256,9 +244,7 @@ class AdaptivePass(LayerPass):
             ComputedRows(attended, x, update),
         )
 
-    def _choose(
-        self, run: LayersRun, index: int, layer: DecoderLayer
-    ) -> torch.Tensor | None:
+    def _choose(self, run: LayersRun, index: int, layer: DecoderLayer) -> Tensor | None:
         """Set the rows that the layer recomputes. Returns the values of all rows of the
         batch, if all are verified.
 
@@ -297,9 +283,9 @@ class AdaptivePass(LayerPass):
         run: LayersRun,
         layer: int,
         computed: SplitRows,
-        rows: torch.Tensor | None,
-        qkv: Sequence[torch.Tensor],
-    ) -> torch.Tensor:
+        rows: Tensor | None,
+        qkv: Sequence[Tensor],
+    ) -> Tensor:
         """Attention of recomputed rows, ``rows`` of the batch or all, after their K/V
         have gone to pages.
         """

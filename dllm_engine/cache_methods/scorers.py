@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dllm_engine.decoding.canvas_layout import Span
 from dllm_engine.kernels.attention_scores import voting_scores
@@ -32,11 +33,11 @@ class ScoredLayer:
     canvas from position 0: all ``n`` positions of it, or those that ``suffix_blocks``
     leaves."""
 
-    q: torch.Tensor
+    q: Tensor
     """``[n, num_heads, head_dim]``, after RoPE."""
-    k: torch.Tensor
+    k: Tensor
     """``[n, num_kv_heads, head_dim]``, after RoPE."""
-    lse: torch.Tensor | None
+    lse: Tensor | None
     """float32 ``[n, num_heads]``: logarithm of each softmax's denominator; for scorers
     that need it.
     """
@@ -53,19 +54,19 @@ class ScoredLayer:
 class Scorer(NamedTuple):
     """A score of tokens, and its needs."""
 
-    score: Callable[[ScoredLayer, torch.Tensor], torch.Tensor]
+    score: Callable[[ScoredLayer, Tensor], Tensor]
     """``score(layer, tokens)``: float32 ``[num_kv_heads, num_tokens]`` for canvas
     positions ``tokens``.
     """
     needs_lse: bool = True
-    num_recent: Callable[[torch.Tensor], torch.Tensor] = torch.zeros_like
+    num_recent: Callable[[Tensor], Tensor] = torch.zeros_like
     """``num_recent(kept)``: how many of the ``kept`` tokens of a head with a budget are
     the last ones of the prompt, whatever they score."""
     pool_kernel_size: int = 1
     """Width of the max-pooling over the scores of the other tokens of a head with a budget."""
 
 
-def mean_query(layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:
+def mean_query(layer: ScoredLayer, tokens: Tensor) -> Tensor:
     """Sparse-dLLM's score per head: the window's mean query against each key, as a
     softmax over the tokens.
     """
@@ -81,8 +82,8 @@ def mean_query(layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def votes(
-    voters: Callable[[ScoredLayer], Rows], layer: ScoredLayer, tokens: torch.Tensor
-) -> torch.Tensor:
+    voters: Callable[[ScoredLayer], Rows], layer: ScoredLayer, tokens: Tensor
+) -> Tensor:
     """The attention that some of the computed positions pay to each token."""
     assert layer.lse is not None
     rows = voters(layer)
@@ -111,7 +112,7 @@ def prompt_voters(layer: ScoredLayer) -> Rows:
     return slice(layer.canvas.spec.layout.prompt_length)
 
 
-def random(layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:
+def random(layer: ScoredLayer, tokens: Tensor) -> Tensor:
     """Noise, to compare with: the same for the same request seed, layer, head and
     position.
     """

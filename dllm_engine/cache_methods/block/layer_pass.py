@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from dllm_engine.cache_methods.block.method import BlockOptions
 from dllm_engine.decoding.step_plan import StepPlan
@@ -52,8 +52,8 @@ class DraftPass(RetentionPass):
         self.drafts = on_device(drafts, batch.device)
 
     def __call__(
-        self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases
-    ) -> tuple[torch.Tensor, Results]:
+        self, layers: Iterable[DecoderLayer], hidden: Tensor, phases: RotaryPhases
+    ) -> tuple[Tensor, Results]:
         return run_layers(layers, hidden, phases, self.attend, self.drafts), ()
 
 

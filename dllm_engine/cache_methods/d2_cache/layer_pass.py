@@ -13,6 +13,7 @@ from itertools import chain, groupby
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from vllm.distributed import (
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_reduce,
@@ -48,7 +49,7 @@ from dllm_engine.model_executor.unmasking.statistics import (
 class RowPriorities:
     """State of a request between passes, outside pages."""
 
-    confidence: torch.Tensor
+    confidence: Tensor
     """Confidence of each canvas position, float32 ``[canvas_length]``; 0 where it was not
     predicted."""
     next_rows: np.ndarray | None = None
@@ -65,9 +66,7 @@ class Rollout:
     the rows and tokens that a request lacks.
     """
 
-    def __init__(
-        self, positions: torch.Tensor, exist: torch.Tensor, num_tokens: int
-    ) -> None:
+    def __init__(self, positions: Tensor, exist: Tensor, num_tokens: int) -> None:
         """``positions``: of the computed rows, ``[num_requests, num_rows]``. ``exist``:
         which rows there are, bool.
         """
@@ -78,7 +77,7 @@ class Rollout:
         """True at positions whose rows are computed, ``[num_requests, 1, num_tokens]``.
         """
 
-    def add_layer(self, probabilities: torch.Tensor, share: float) -> None:
+    def add_layer(self, probabilities: Tensor, share: float) -> None:
         """``probabilities`` ``[num_requests, num_rows, num_tokens]``: times ``share``,
         averaged over heads; overwritten."""
         between_computed = probabilities.gather(
@@ -91,7 +90,7 @@ class Rollout:
             between_computed, self.rows, beta=0.5, alpha=0.5 * share
         )
 
-    def importance(self) -> torch.Tensor:
+    def importance(self) -> Tensor:
         """Column sums of R, float32 ``[num_requests, num_tokens]``."""
         return self.rows.sum(dim=1).add_(~self.computed[:, 0])
 
@@ -164,8 +163,8 @@ class RolloutPass(LayerPass):
         return GraphParts(tuple(self.groups), inputs, self.graph_rows)
 
     def __call__(
-        self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases
-    ) -> tuple[torch.Tensor, Results]:
+        self, layers: Iterable[DecoderLayer], hidden: Tensor, phases: RotaryPhases
+    ) -> tuple[Tensor, Results]:
         """The results are the importance of every position, per group."""
         row_slots = self.pages.slots(self.places[:, : hidden.shape[0]])
         rollouts: list[tuple[slice, Rollout]] = []
@@ -180,9 +179,7 @@ class RolloutPass(LayerPass):
             ].masked_fill(~exist, 0)
             rollouts.append((requests, Rollout(positions, exist, self.num_tokens)))
 
-        def attend(
-            layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-        ) -> torch.Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.pages.write(k, v, row_slots[layer])
             out, lse = self._attention(layer, q, k, v)
             self._add_layer(rollouts, layer, q, lse)
@@ -192,8 +189,8 @@ class RolloutPass(LayerPass):
         return hidden, [rollout.importance() for _, rollout in rollouts]
 
     def _attention(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Attention output, and the logarithm of each softmax's denominator."""
         tokens = self.tables.paged_tokens(layer)
         bounds = self.batch.cu_seqlens
@@ -208,8 +205,8 @@ class RolloutPass(LayerPass):
         self,
         rollouts: list[tuple[slice, Rollout]],
         layer: int,
-        q: torch.Tensor,
-        lse: torch.Tensor,
+        q: Tensor,
+        lse: Tensor,
     ) -> None:
         """Add a layer to the rollouts of each group's requests."""
         tokens = self.tables.paged_tokens(layer)
@@ -231,7 +228,7 @@ class RolloutPass(LayerPass):
             )
 
     def observe(
-        self, index: int, positions: torch.Tensor, statistics: TokenStatistics
+        self, index: int, positions: Tensor, statistics: TokenStatistics
     ) -> None:
         canvas = self.batch.canvases[index]
         if self.observed(self.batch.plans[index]) is not None:
@@ -241,7 +238,7 @@ class RolloutPass(LayerPass):
             )
             canvas.own.confidence[positions] = confidence.float()
 
-    def asked(self, results: Results) -> list[torch.Tensor]:
+    def asked(self, results: Results) -> list[Tensor]:
         """Importance and confidence of every position, per request."""
         kept = [canvas.own.confidence for canvas in self.batch.canvases]
         importance = chain.from_iterable(results)

@@ -4,6 +4,7 @@ the last step decoded.
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dllm_engine.cache_methods.dkv.method import DKVStep
 from dllm_engine.decoding.step_plan import StepPlan
@@ -52,7 +53,7 @@ class MaskedRowsPass(OverwritePass):
         predicts_masked[-1] |= plan.own.last_row
         return span[predicts_masked]
 
-    def follow(self, masked: torch.Tensor) -> None:
+    def follow(self, masked: Tensor) -> None:
         """Leave out rows that predict what was decided before the last step: their keys
         and values stay.
         """

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from vllm.distributed import (
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_reduce,
@@ -75,7 +76,7 @@ SMALLEST_NORM = 1e-6
 class Confidences:
     """State of a request between steps, outside pages."""
 
-    last: torch.Tensor
+    last: Tensor
     """Probability of each canvas position's token when it was last predicted, float32
     ``[canvas_length + 1]``; 0 before. The last is of no position: with shifted logits
     the last row predicts none.
@@ -86,15 +87,15 @@ class Confidences:
 class LayersRun:
     """Tensors of one run of the layers."""
 
-    row_slots: torch.Tensor
+    row_slots: Tensor
     """``TokenTables.row_slots``"""
-    feature_slots: torch.Tensor | None
+    feature_slots: Tensor | None
     """``FeatureTables.row_slots``, if there are features."""
     stage: SplitRows
     """The rows that the layers compute at the moment."""
-    kept_rows: list[torch.Tensor] = field(default_factory=list)
+    kept_rows: list[Tensor] = field(default_factory=list)
     """After each cut so far, the rows of the batch that went on."""
-    copied: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    copied: dict[int, list[Tensor]] = field(default_factory=dict)
     """Per request that copies, the positions that each layer so far has copied from
     outside the window."""
 
@@ -147,14 +148,12 @@ class EarlySkipPass(LayerPass):
         """Choice of the rows that go on, among those of the layer."""
         for layer, fraction in options.cuts(self.num_layers).items():
             rows = [Span(*bounds) for bounds in pairwise(self.stages[-1].bounds)]
-            whole = [
-                Span(0, 0) if skip else span
-                for span, skip in zip(rows, self.skips, strict=True)
-            ]
-            kept = [
-                self._num_kept(i, fraction, span.size) if self.skips[i] else None
-                for i, span in enumerate(rows)
-            ]
+            whole = [*rows]
+            kept: list[int | None] = [None] * len(rows)
+            for i, span in enumerate(rows):
+                if self.skips[i]:
+                    whole[i] = Span(0, 0)
+                    kept[i] = self._num_kept(i, fraction, span.size)
             self.cuts[layer] = RowChoice(whole, rows, kept, device)
             self.stages.append(SplitRows(self.cuts[layer].sizes, alone, device))
         if any(self.skips):
@@ -209,7 +208,7 @@ class EarlySkipPass(LayerPass):
             and not self.steps[index].from_last_unmasked
         )
 
-    def _copied(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _copied(self, index: int) -> tuple[Tensor, Tensor]:
         """Positions outside the window, of which some are copied, and of the window."""
         first, stop = (end - self.shift for end in self.batch.plans[index].window)
         canvas = np.arange(self.batch.canvases[index].spec.layout.canvas_length)
@@ -218,7 +217,7 @@ class EarlySkipPass(LayerPass):
             window, self.batch.device
         )
 
-    def _copy_tokens(self) -> torch.Tensor | None:
+    def _copy_tokens(self) -> Tensor | None:
         """The place of each row in its request's retained copy, after what was copied;
         −1 where it has none.
         """
@@ -234,9 +233,7 @@ class EarlySkipPass(LayerPass):
             batch.device,
         )
 
-    def _rows_that_skip(
-        self, predicted: np.ndarray
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _rows_that_skip(self, predicted: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
         """Per row: the ``CanvasStore`` index of the position that it predicts, whether
         that is masked, and whether the last step filled it. Rows of requests that skip
         none get the spare place, which is neither."""
@@ -252,7 +249,7 @@ class EarlySkipPass(LayerPass):
         places, masked, filled = on_device(table, self.batch.device).unbind()
         return places, masked > 0, filled > 0
 
-    def _set_importance(self, masked: torch.Tensor, filled: torch.Tensor) -> None:
+    def _set_importance(self, masked: Tensor, filled: Tensor) -> None:
         """Set the last confidence of each row, 0 where its token is not masked, and its
         bonus; ``[num_rows]`` each.
         """
@@ -271,7 +268,7 @@ class EarlySkipPass(LayerPass):
             start = min(start, max(canvas.last_unmasked[0] - shift, 0))
         return np.arange(start, plan.span.stop)
 
-    def follow(self, masked: torch.Tensor) -> None:
+    def follow(self, masked: Tensor) -> None:
         masked = masked[self.predicted]
         self._set_importance(masked, self.masked & ~masked)
 
@@ -293,12 +290,12 @@ class EarlySkipPass(LayerPass):
         own += [tensor for part in parts for tensor in part.graph_inputs()]
         return GraphParts(layout, own)
 
-    def finished(self, results: Results) -> tuple[torch.Tensor, Sequence[int]] | None:
+    def finished(self, results: Results) -> tuple[Tensor, Sequence[int]] | None:
         return (results[0], self.stages[-1].sizes) if self.drops_rows else None
 
     def __call__(
-        self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases
-    ) -> tuple[torch.Tensor, Results]:
+        self, layers: Iterable[DecoderLayer], hidden: Tensor, phases: RotaryPhases
+    ) -> tuple[Tensor, Results]:
         """The results are, where rows are dropped, ``finished`` and the rows that went
         on after each cut; and the positions that each of ``copied`` has copied,
         ``[num_layers, num_copied]``.
@@ -313,14 +310,8 @@ class EarlySkipPass(LayerPass):
             if cut is not None and indicator != "hidden_state":
                 remembered = {"query": q, "key": k, "value": v}[indicator]
                 kept = self._cut(run, index, cut, rows, remembered.flatten(1))
-                x, rows, phases, q, k, v = (
-                    x[kept],
-                    rows[kept],
-                    phases[kept],
-                    q[kept],
-                    k[kept],
-                    v[kept],
-                )
+                x, rows, q, k, v = (each[kept] for each in (x, rows, q, k, v))
+                phases = phases[kept]
             attended = layer.o_proj(self._attend(run, index, rows, (q, k, v)))
             x += layer.mlp(layer.mlp_norm(x, attended))
             if cut is not None and indicator == "hidden_state":
@@ -339,9 +330,9 @@ class EarlySkipPass(LayerPass):
         self,
         run: LayersRun,
         layer: int,
-        rows: torch.Tensor,
-        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    ) -> torch.Tensor:
+        rows: Tensor,
+        qkv: tuple[Tensor, Tensor, Tensor],
+    ) -> Tensor:
         q, k, v = qkv
         self.pages.write(k, v, run.row_slots[layer], rows)
         if self.copy_tokens is not None:
@@ -354,7 +345,7 @@ class EarlySkipPass(LayerPass):
         qkv = q, k, v
         return attend_split(layer, self.attended, qkv, run.stage, attend_fresh=False)
 
-    def _copy_retained(self, run: LayersRun, layer: int, q: torch.Tensor) -> None:
+    def _copy_retained(self, run: LayersRun, layer: int, q: Tensor) -> None:
         """Sparse-dLLM's choice over the canvas as it is kept, for the requests whose
         step it is. Such a step skips no row, and the mean is over the queries of all
         that it computes."""
@@ -387,8 +378,8 @@ class EarlySkipPass(LayerPass):
         run: LayersRun,
         layer: int,
         cut: RowChoice,
-        rows: torch.Tensor,
-        fresh: torch.Tensor,
+        rows: Tensor,
+        fresh: Tensor,
     ) -> Rows:
         """Remaining rows, as indices into the rows of the layer. ``fresh`` ``[rows of
         the layer, width]`` becomes their remembered values."""
@@ -410,8 +401,8 @@ class EarlySkipPass(LayerPass):
         return kept
 
     def _changes(
-        self, run: LayersRun, layer: int, rows: torch.Tensor, fresh: torch.Tensor
-    ) -> torch.Tensor:
+        self, run: LayersRun, layer: int, rows: Tensor, fresh: Tensor
+    ) -> Tensor:
         """Difference of ``fresh`` from the remembered values of the rows, relative to
         their size; ``[rows]``.
         """
@@ -437,7 +428,7 @@ class EarlySkipPass(LayerPass):
         difference, square = sums / width
         return difference / (square.sqrt() + SMALLEST_NORM)
 
-    def _most_important(self, values: torch.Tensor, count: int) -> torch.Tensor:
+    def _most_important(self, values: Tensor, count: int) -> Tensor:
         """Choose the ``count`` rows that stay, in no order, by their changes,
         confidences and bonuses, ``[3, group, rows]``.
 
@@ -455,7 +446,7 @@ class EarlySkipPass(LayerPass):
         return top_indices(scores, count, in_order=False)
 
     def observe(
-        self, index: int, positions: torch.Tensor, statistics: TokenStatistics
+        self, index: int, positions: Tensor, statistics: TokenStatistics
     ) -> None:
         confidences = statistics.probability
         canvas = self.batch.canvases[index]
@@ -464,7 +455,7 @@ class EarlySkipPass(LayerPass):
             # early is forgotten, but not with shifted logits.
             confidences = confidences.masked_fill(statistics.held_back, 0.0)
         written = required(statistics.written)
-        last: torch.Tensor = canvas.own.last
+        last: Tensor = canvas.own.last
         last[positions] = torch.where(written, confidences, last[positions])
 
     def rows_computed(self, index: int, num_rows: int, results: Results) -> int:

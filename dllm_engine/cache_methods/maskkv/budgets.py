@@ -6,8 +6,11 @@ pages can be reserved before anything runs.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import compress
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from dllm_engine.cache_methods.maskkv.method import MEASURED_IMPORTANCE
 from dllm_engine.kernels.attention_scores import top_indices
@@ -23,7 +26,7 @@ ADAPTIVE_UNIFORM_SHARE = 0.2
 """Ada-KV (arXiv 2407.11550): share of the budget that heads get evenly."""
 
 LayerBudget = Callable[[int, Sequence[float], float], list[float]]
-HeadBudget = Callable[[torch.Tensor, int, float], torch.Tensor]
+HeadBudget = Callable[[Tensor, int, float], Tensor]
 
 
 def layer_budgets(
@@ -51,11 +54,9 @@ def boundary(
     at_boundary = [layer in (0, layers - 1) for layer in range(layers)]
     base = int(base_share * average)
     pool = (average - base) * layers
-    scores = [
-        sum(s for s, inside in zip(importance, at_boundary, strict=True) if inside == b)
-        for b in (True, False)
-    ]
-    boundary_pool = int(pool * scores[0] / sum(scores))
+    boundary_score = sum(compress(importance, at_boundary))
+    other_score = sum(importance[1:-1])
+    boundary_pool = int(pool * boundary_score / (boundary_score + other_score))
     pools = {True: boundary_pool, False: pool - boundary_pool}
     return [base + pools[inside] / at_boundary.count(inside) for inside in at_boundary]
 
@@ -77,39 +78,29 @@ def squeeze(
 ) -> list[float]:
     """SqueezeAttention: of three clusters of layers, the least important keeps 40 % of
     the average. The others share the rest evenly."""
-    clusters = _clusters(importance)
-    least, layers = clusters.count(0), len(clusters)
+    is_least = _clusters(np.array(importance)) == 0
+    least, layers = np.count_nonzero(is_least), len(importance)
     if least == layers:
         return [float(average)] * layers
     kept = average * SQUEEZE_SHARE
     others = (average * layers - kept * least) / (layers - least)
-    return [kept if cluster == 0 else others for cluster in clusters]
+    return [float(share) for share in np.where(is_least, kept, others)]
 
 
-def _clusters(importance: Sequence[float]) -> list[int]:
+def _clusters(importance: np.ndarray) -> np.ndarray:
     """One-dimensional k-means from evenly spread centres; cluster 0 is the least
     important.
     """
-    low, high = min(importance), max(importance)
-    if low == high:
-        return [0] * len(importance)
-    centres = [
-        low + (high - low) * i / (SQUEEZE_CLUSTERS - 1) for i in range(SQUEEZE_CLUSTERS)
-    ]
-    members: list[int] = []
+    centres = np.linspace(importance.min(), importance.max(), SQUEEZE_CLUSTERS)
+    members = np.empty(0)
     while True:
-        assigned = [
-            min(range(len(centres)), key=lambda c: abs(score - centres[c]))
-            for score in importance
-        ]
-        if assigned == members:
-            return members
+        distances = abs(importance[:, None] - centres)
+        assigned = distances.argmin(axis=1)
+        if np.array_equal(assigned, members):
+            return assigned
         members = assigned
-        for cluster in range(len(centres)):
-            scores = [
-                s for s, c in zip(importance, members, strict=True) if c == cluster
-            ]
-            centres[cluster] = sum(scores) / len(scores) if scores else centres[cluster]
+        for cluster in np.unique(members):
+            centres[cluster] = importance[members == cluster].mean()
 
 
 LAYER_BUDGETS: dict[str, LayerBudget] = {
@@ -123,8 +114,8 @@ LAYER_BUDGETS: dict[str, LayerBudget] = {
 
 
 def head_budgets(
-    kind: str, scores: torch.Tensor, layer_budget: int, *, base_share: float
-) -> torch.Tensor:
+    kind: str, scores: Tensor, layer_budget: int, *, base_share: float
+) -> Tensor:
     """Tokens that each KV head retains, none more than there are; int64
     ``[num_kv_heads]``. ``kind``: a name in ``HEAD_BUDGETS``; ``scores``
     ``[num_kv_heads, num_tokens]``: of all heads of the model, none negative;
@@ -137,9 +128,7 @@ def head_budgets(
     )
 
 
-def prompt_preference(
-    scores: torch.Tensor, layer_budget: int, base_share: float
-) -> torch.Tensor:
+def prompt_preference(scores: Tensor, layer_budget: int, base_share: float) -> Tensor:
     """MaskKV, Algorithm 3: a base, and the rest in proportion to how much attention a
     head pays to the prompt.
     """
@@ -153,9 +142,7 @@ def prompt_preference(
     return base + torch.where(shared, pool * masses / total, pool / len(masses))
 
 
-def adaptive(
-    scores: torch.Tensor, layer_budget: int, base_share: float
-) -> torch.Tensor:
+def adaptive(scores: Tensor, layer_budget: int, base_share: float) -> Tensor:
     """Ada-KV, Algorithm 1: as many tokens as a head has among the highest scores of all
     heads together, mixed with an even share."""
     num_heads, num_tokens = scores.shape

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dllm_engine.decoding.page_layout import PageKind
 from dllm_engine.decoding.step_plan import Scope
@@ -18,9 +19,9 @@ from dllm_engine.model_executor.transfer import on_device
 class RetainedPrompt:
     """Prompt tokens that each layer of a request retained, on this rank."""
 
-    kept: torch.Tensor
+    kept: Tensor
     """Tokens per KV head, int64 ``[num_layers, num_kv_heads]``."""
-    numbers: list[torch.Tensor] = field(default_factory=list)
+    numbers: list[Tensor] = field(default_factory=list)
     """Per layer, the number of each token among those that a head retained, −1 where it
     did not; int32 ``[prompt_length, num_kv_heads]``."""
 
@@ -43,9 +44,8 @@ class HeadTables(BatchTables):
                 )
         self.kept = torch.stack([canvas.own.kept for canvas in batch.canvases], dim=1)
         """``[num_layers, num_requests, num_kv_heads]``"""
-        gen_lengths = on_device(
-            [canvas.spec.layout.gen_length for canvas in batch.canvases], device
-        )
+        layouts = [canvas.spec.layout for canvas in batch.canvases]
+        gen_lengths = on_device([layout.gen_length for layout in layouts], device)
         lengths = (self.kept + gen_lengths[:, None]).int()
         in_order = lengths.transpose(0, 1)
         ends = in_order.flatten(1).cumsum(dim=1, dtype=torch.int32).view_as(in_order)
@@ -54,14 +54,12 @@ class HeadTables(BatchTables):
         voted.
         """
         self.requests = batch.requests
-        starts = np.repeat(
-            [canvas.spec.layout.prompt_length for canvas in batch.canvases], batch.sizes
-        )
+        starts = np.repeat([layout.prompt_length for layout in layouts], batch.sizes)
         self.response_index = on_device(batch.host_positions - starts, device)
         """Position of each row in its response; negative in the prompt."""
         unread = [
-            c.spec.layout.canvas_length - plan.read
-            for c, plan in zip(batch.canvases, batch.plans, strict=True)
+            layout.canvas_length - plan.read
+            for layout, plan in zip(layouts, batch.plans, strict=True)
         ]
         self.head_len = lengths - on_device(unread, device, torch.int32)[:, None]
         """Tokens of each head that rows attend to, like ``kept``: none at the end of a
@@ -70,9 +68,7 @@ class HeadTables(BatchTables):
         self.token_stride = torch.ones(
             len(batch.plans), dtype=torch.int32, device=device
         )
-        self.max_head_len = max(
-            canvas.spec.layout.canvas_length for canvas in batch.canvases
-        )
+        self.max_head_len = max(layout.canvas_length for layout in layouts)
         self.prompts = [
             i
             for i, plan in enumerate(batch.plans)
@@ -80,30 +76,22 @@ class HeadTables(BatchTables):
         ]
         """Requests whose prompt is recomputed."""
 
-    def retain(
-        self, layer: int, index: int, chosen: torch.Tensor, kept: torch.Tensor
-    ) -> None:
+    def retain(self, layer: int, index: int, chosen: Tensor, kept: Tensor) -> None:
         """Set what a layer of a request retains: ``chosen`` ``[num_kv_heads,
         prompt_length]`` bool, ``kept`` its row sums."""
         numbers = (chosen.cumsum(dim=1) - 1).masked_fill(~chosen, -1)
-        state: RetainedPrompt = self.batch.canvases[index].own
-        state.kept[layer] = kept
-        state.numbers.append(numbers.T.int())
-        spec = self.batch.canvases[index].spec
-        self.kept[layer, index], lengths = kept, kept + spec.layout.gen_length
-        self.head_len[layer, index] = kept + (
-            self.batch.plans[index].read - spec.layout.prompt_length
-        )
-        first = (
-            self.starts[layer - 1, index, -1]
-            + self.kept[layer - 1, index, -1]
-            + spec.layout.gen_length
-            if layer
-            else 0
-        )
-        self.starts[layer, index] = first + lengths.cumsum(dim=0) - lengths
+        canvas = self.batch.canvases[index]
+        canvas.own.kept[layer] = kept
+        canvas.own.numbers.append(numbers.T.int())
+        layout = canvas.spec.layout
+        read_of_response = self.batch.plans[index].read - layout.prompt_length
+        self.kept[layer, index] = kept
+        self.head_len[layer, index] = kept + read_of_response
+        lengths = self.kept[: layer + 1, index] + layout.gen_length
+        ends = lengths.flatten().cumsum(dim=0)[-len(kept) :]
+        self.starts[layer, index] = ends - lengths[-1]
 
-    def graph_inputs(self) -> list[torch.Tensor]:
+    def graph_inputs(self) -> list[Tensor]:
         return [
             self.tables,
             self.kept,
@@ -113,13 +101,13 @@ class HeadTables(BatchTables):
             self.response_index,
         ]
 
-    def row_slots(self) -> "torch.Tensor | HeadTables":
+    def row_slots(self) -> "Tensor | HeadTables":
         """The slots of all rows by layer, −1 where nothing is kept of a row."""
         # While a request votes, where a layer's ranges begin follows from the votes of
         # the layers before it.
         return self if self.prompts else self[ALL_LAYERS]
 
-    def __getitem__(self, layer: int | slice) -> torch.Tensor:
+    def __getitem__(self, layer: int | slice) -> Tensor:
         """The slots of rows in a layer, ``[num_rows, num_kv_heads]``; for a slice of
         the layers, with a dimension of them in front. A slice needs that no prompt is
         recomputed."""

@@ -3,11 +3,11 @@ and each KV head of each layer retains what its budget allows; from then on dLLM
 schedule, on what is retained."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from vllm.distributed import (
     get_tensor_model_parallel_world_size,
     get_tp_group,
@@ -39,17 +39,6 @@ from dllm_engine.model_executor.passes.base import (
 from dllm_engine.model_executor.step_batch import RowBounds, SplitRows, StepBatch
 
 
-@dataclass(frozen=True)
-class VotingRun(LayersRun):
-    """A run of the layers in which requests may vote."""
-
-    budgets: dict[int, list[int]]
-    """Prompt tokens per KV head that each layer retains of each request that votes."""
-    rank_tokens: torch.Tensor
-    """Prompt tokens that the heads of each rank retain of each request that votes, in
-    all layers so far; int64 ``[num_voting, num_ranks]``."""
-
-
 class MaskKVPass(AdaptivePass):
     """Votes and evicts in a request's first pass, then adapts as dLLM-Cache does."""
 
@@ -62,6 +51,17 @@ class MaskKVPass(AdaptivePass):
         self.measuring = [
             i for i in self.voting if measures_layers(batch.canvases[i].spec)
         ]
+        num_ranks = pages.geometry.total_kv_heads // pages.num_kv_heads
+        self.rank_tokens = torch.zeros(
+            len(self.voting), num_ranks, dtype=torch.int64, device=batch.device
+        )
+        """Prompt tokens that the heads of each rank retain of each of ``voting``, in
+        all layers so far.
+        """
+        self.budgets: dict[int, list[int]] = {}
+        """Prompt tokens per KV head that each layer retains of each of ``voting``, once
+        the layers are measured.
+        """
 
     def _tables(self, batch: StepBatch, pages: PageMemory) -> HeadTables:
         return HeadTables(batch, pages)
@@ -70,27 +70,21 @@ class MaskKVPass(AdaptivePass):
         # What a prompt retains belongs to its request.
         return None if self.tables.prompts else super().graph_parts()
 
-    def _begin(
-        self,
-        layers: Sequence[DecoderLayer],
-        hidden: torch.Tensor,
-        phases: RotaryPhases,
-    ) -> LayersRun:
-        run = super()._begin(layers, hidden, phases)
+    def __call__(
+        self, layers: Iterable[DecoderLayer], hidden: Tensor, phases: RotaryPhases
+    ) -> tuple[Tensor, Results]:
+        """Behind the results of the schedule comes ``rank_tokens``, if any request
+        votes.
+        """
         if not self.voting:
-            return run
-        budgets = self._layer_budgets(layers, hidden, phases)
-        num_ranks = self.pages.geometry.total_kv_heads // self.pages.num_kv_heads
-        shape = len(self.voting), num_ranks
-        rank_tokens = torch.zeros(shape, dtype=torch.int64, device=hidden.device)
-        return VotingRun(**vars(run), budgets=budgets, rank_tokens=rank_tokens)
-
-    def _results(self, run: LayersRun) -> list[torch.Tensor]:
-        votes = [run.rank_tokens] if isinstance(run, VotingRun) else []
-        return votes + super()._results(run)
+            return super().__call__(layers, hidden, phases)
+        layers = list(layers)
+        self.budgets = self._layer_budgets(layers, hidden, phases)
+        hidden, results = super().__call__(layers, hidden, phases)
+        return hidden, [*results, self.rank_tokens]
 
     def _layer_budgets(
-        self, layers: Sequence[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases
+        self, layers: Sequence[DecoderLayer], hidden: Tensor, phases: RotaryPhases
     ) -> dict[int, list[int]]:
         """Prompt tokens per KV head that each layer retains of each of ``voting``.
 
@@ -115,12 +109,12 @@ class MaskKVPass(AdaptivePass):
             # Sums over ranks may differ in their last bits, and budgets must not.
             by_request = get_tp_group().broadcast(measured.T.contiguous()).tolist()
             importance.update(zip(self.measuring, by_request, strict=True))
-        averages = {
-            index: average_budget(batch.canvases[index].spec) for index in self.voting
-        }
         return {
             index: layer_budgets(
-                options.layer_budget, averages[index], own, base_share=options.beta
+                options.layer_budget,
+                average_budget(batch.canvases[index].spec),
+                own,
+                base_share=options.beta,
             )
             for index, own in importance.items()
         }
@@ -130,8 +124,8 @@ class MaskKVPass(AdaptivePass):
             index in self.measuring
         )
 
-    def asked(self, results: Results) -> list[torch.Tensor]:
-        return [results[0].amax(dim=1)] if self.voting else []
+    def asked(self, results: Results) -> list[Tensor]:
+        return [results[-1].amax(dim=1)] if self.voting else []
 
     def take_answers(
         self, index: int, results: Results, answers: Sequence[np.ndarray]
@@ -146,7 +140,7 @@ class MaskKVPass(AdaptivePass):
         return int(answers[0][self.voting.index(index)]) + response
 
     def record(self, index: int, results: Results) -> dict[str, Any]:
-        entries = super().record(index, results[1:] if self.voting else results)
+        entries = super().record(index, results[:-1] if self.voting else results)
         if index in self.voting:
             numbers = torch.stack(
                 [layer.T for layer in self.batch.canvases[index].own.numbers],
@@ -162,7 +156,7 @@ class MaskKVPass(AdaptivePass):
             ]
         return entries
 
-    def _of_all_heads(self, own: torch.Tensor) -> torch.Tensor:
+    def _of_all_heads(self, own: Tensor) -> Tensor:
         """Numbers of all KV heads of the model, ``[total_kv_heads, ...]``, from those
         of this rank's, ``[num_kv_heads, ...]``; floating-point ones, because ranks on
         CPUs exchange no others. Every rank must call it."""
@@ -176,9 +170,9 @@ class MaskKVPass(AdaptivePass):
         run: LayersRun,
         layer: int,
         computed: SplitRows,
-        rows: torch.Tensor | None,
-        qkv: Sequence[torch.Tensor],
-    ) -> torch.Tensor:
+        rows: Tensor | None,
+        qkv: Sequence[Tensor],
+    ) -> Tensor:
         """Attend as dLLM-Cache does. Requests that attend alone are in their first
         pass, and vote before anything is written.
         """
@@ -190,17 +184,10 @@ class MaskKVPass(AdaptivePass):
             out, lse = attention_with_lse(*own, computed.alone.bounds)
         else:
             out = attend_alone(*own, computed.alone)
-        assert isinstance(run, VotingRun)
         for index in self.voting:
             first, stop = computed.bounds[index : index + 2]
-            self._vote(
-                run,
-                layer,
-                index,
-                q[first:stop],
-                k[first:stop],
-                None if lse is None else lse[first - n : stop - n],
-            )
+            own_lse = None if lse is None else lse[first - n : stop - n]
+            self._vote(layer, index, q[first:stop], k[first:stop], own_lse)
         self.pages.write(k, v, run.row_slots[layer], rows)
         if not n:
             return out
@@ -209,12 +196,11 @@ class MaskKVPass(AdaptivePass):
 
     def _vote(
         self,
-        run: VotingRun,
         layer: int,
         index: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        lse: torch.Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        lse: Tensor | None,
     ) -> None:
         canvas, heads = self.batch.canvases[index], k.shape[1]
         spec, options, first_head = canvas.spec, self.options, self.pages.first_kv_head
@@ -230,7 +216,7 @@ class MaskKVPass(AdaptivePass):
                 all_scores.shape[:1], spec.layout.prompt_length, device=q.device
             )
         else:
-            budget = run.budgets[index][layer]
+            budget = self.budgets[index][layer]
             all_kept = head_budgets(
                 options.head_budget, all_scores, budget, base_share=options.alpha
             )
@@ -246,7 +232,7 @@ class MaskKVPass(AdaptivePass):
         chosen = torch.zeros_like(within).scatter_(1, ranking, within)
         self.tables.retain(layer, index, chosen, kept)
         rank_tokens = all_kept.view(-1, heads).sum(dim=1)
-        run.rank_tokens[self.voting.index(index)] += rank_tokens
+        self.rank_tokens[self.voting.index(index)] += rank_tokens
 
 
 _ROWS_AT_ONCE = 1024
@@ -257,16 +243,16 @@ than vLLM has measured for a pass."""
 def layer_importance(
     name: ImportanceName,
     layers: Iterable[DecoderLayer],
-    hidden: torch.Tensor,
+    hidden: Tensor,
     phases: RotaryPhases,
     rows: RowBounds,
-) -> torch.Tensor:
+) -> Tensor:
     """Importance of each layer to each of some canvases, in a forward pass over them
     that keeps nothing: float32 ``[num_layers, num_canvases]``, 0 to 2, or NaN where
     hidden states are no numbers. ``hidden`` ``[num_rows, hidden_size]``: embeddings of
     the canvases end to end, whose ``rows`` these are; left as they are."""
 
-    def changes(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    def changes(before: Tensor, after: Tensor) -> Tensor:
         parts = zip(
             before.split(_ROWS_AT_ONCE), after.split(_ROWS_AT_ONCE), strict=True
         )

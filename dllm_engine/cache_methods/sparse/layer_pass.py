@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from vllm.distributed import tensor_model_parallel_all_reduce
 
 from dllm_engine.cache_methods.scorers import SCORERS, ScoredLayer
@@ -35,7 +36,7 @@ from dllm_engine.model_executor.transfer import on_device
 class RetainedPositions:
     """Content of the pages of a request that is refreshed in parts."""
 
-    positions: torch.Tensor
+    positions: Tensor
     """Canvas positions in the order of the pages, ``[num_layers, num_retained]``."""
 
 
@@ -84,7 +85,7 @@ class SparsePass(AddingPass):
             retention for i in self.updating for retention in batch.plans[i].adds
         ]
         """What the plans of ``updating`` add, one behind the other."""
-        self.windows: list[torch.Tensor] = []
+        self.windows: list[Tensor] = []
         """Rows of the window of each of ``updating``."""
         for i in self.updating:
             plan = batch.plans[i]
@@ -115,16 +116,14 @@ class SparsePass(AddingPass):
         return GraphParts(layout, inputs)
 
     def __call__(
-        self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases
-    ) -> tuple[torch.Tensor, Results]:
+        self, layers: Iterable[DecoderLayer], hidden: Tensor, phases: RotaryPhases
+    ) -> tuple[Tensor, Results]:
         """The results are the rows that each layer retains, ``[num_layers, n]``, in the
         order of ``updating``.
         """
         retained = self.named_rows.new_empty(self.slots.shape[:2])
 
-        def attend_and_retain(
-            layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-        ) -> torch.Tensor:
+        def attend_and_retain(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             out = self.attend(layer, q, k, v)
             if self.shared.num_tokens:
                 k, v = self._with_shared(layer, k, v)
@@ -168,12 +167,12 @@ class SparsePass(AddingPass):
             rows = np.where(own < 0, shared, rows)
         return rows
 
-    def positions_of(self, rows: torch.Tensor) -> torch.Tensor:
+    def positions_of(self, rows: Tensor) -> Tensor:
         """Canvas positions of rows of the batch and of shared candidates."""
         shared = on_device(self.shared.places[1], self.batch.device)
         return torch.cat((self.batch.positions, shared))[rows]
 
-    def _slots_in_order(self) -> torch.Tensor:
+    def _slots_in_order(self) -> Tensor:
         """Slots of the rows that requests keep in order; −1 of the others."""
         batch = self.batch
         bounds = [
@@ -189,9 +188,7 @@ class SparsePass(AddingPass):
         self._keep_anchors(slots)
         return slots
 
-    def _with_shared(
-        self, layer: int, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _with_shared(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the batch, and behind them those of shared candidates."""
         slots, per_page = self.shared_slots[layer], self.pages.keys.shape[1]
         places = slots // per_page, slots % per_page
@@ -200,9 +197,7 @@ class SparsePass(AddingPass):
             torch.cat((v, self.pages.values[places])),
         )
 
-    def _retained_rows(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
+    def _retained_rows(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Batch rows that a layer adds to pages: of each request of ``updating``, as
         many as ``plan.adds`` says, in its order. The same on every rank."""
         scores = self._scores(layer, q, k, v)
@@ -224,9 +219,7 @@ class SparsePass(AddingPass):
             retained.append(rows)
         return torch.cat(retained)
 
-    def _scores(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
+    def _scores(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Score of each of ``named_rows``, summed over this rank's heads; float32."""
         options, batch = self.options, self.batch
         sizes = [
