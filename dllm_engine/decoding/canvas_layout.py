@@ -153,12 +153,8 @@ class CanvasLayout:
             return Span(0, self.from_block_start(window).stop)
         if self.suffix_blocks is None:
             return self.canvas_span
-        return Span(
-            0,
-            min(
-                window.stop + self.suffix_blocks * self.block_length, self.canvas_length
-            ),
-        )
+        stop = window.stop + self.suffix_blocks * self.block_length
+        return Span(0, min(stop, self.canvas_length))
 
     @cached_property
     def num_blocks(self) -> int:
@@ -176,17 +172,8 @@ class CanvasLayout:
 
     def span_of(self, blocks: Blocks) -> Span:
         """Canvas positions of neighbouring blocks."""
-        if blocks not in self._spans:
-            self._spans[blocks] = Span(
-                self.block_span(blocks.first).start,
-                self.block_span(blocks.stop - 1).stop,
-            )
-        return self._spans[blocks]
-
-    @cached_property
-    def _spans(self) -> dict[Blocks, Span]:
-        """Results of ``span_of``, which every step calls several times."""
-        return {}
+        last = self.block_span(blocks.stop - 1)
+        return Span(self.block_span(blocks.first).start, last.stop)
 
     def from_block_start(self, window: Span) -> Span:
         """Extend ``window`` to whole blocks, which attention by blocks computes. In a
@@ -220,23 +207,17 @@ class CanvasLayout:
         """The last canvas position that holds a token from the start. Masks before it
         cannot end the response.
         """
-        given = (
-            i
-            for i in range(len(self.template) - 1, -1, -1)
-            if self.template[i] is not None
-        )
-        return self.prompt_length + next(given, -1)
+        given = (i for i, token in enumerate(self.template) if token is not None)
+        return self.prompt_length + max(given, default=-1)
 
     @cached_property
     def masks_per_block(self) -> tuple[int, ...]:
-        canvas = (
-            *self.response_template,
-            *[None] * (self.canvas_length - self.response_span.stop),
-        )
+        behind = self.canvas_length - self.response_span.stop
+        masked = [token is None for token in self.response_template] + [True] * behind
         spans = (self.block_span(block) for block in range(self.num_blocks))
+        before = self.prompt_length
         return tuple(
-            canvas[start - self.prompt_length : stop - self.prompt_length].count(None)
-            for start, stop in spans
+            sum(masked[start - before : stop - before]) for start, stop in spans
         )
 
     def place_of_sent(self, number: int) -> int:

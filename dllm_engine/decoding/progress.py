@@ -122,10 +122,8 @@ class Progress:
         its plan; ``masked`` may be left out for a single block, and ``retained`` where
         it has not changed."""
         if retained is not None:
-            self.retained, self.tokens_retained = (
-                retained,
-                max(self.tokens_retained, retained),
-            )
+            self.retained = retained
+            self.tokens_retained = max(self.tokens_retained, retained)
             self.num_shared, self.num_anchored = spec.num_sharable or 0, 0
         self.num_forwards += 1
         if prefills:
@@ -143,14 +141,11 @@ class Progress:
         if spec.layout.round_length is not None:
             self._begin_round(spec, spec.layout.round_length)
             return
-        is_settled = False
-        while not is_settled:
+        joins = True
+        while joins:
             completed = self.leftmost - len(self.completed_at)
-            self.completed_at = [
-                *self.completed_at,
-                *[self.num_forwards] * completed,
-            ]
-            is_settled = not self._join(spec) or self.num_masked > 0
+            self.completed_at = self.completed_at + [self.num_forwards] * completed
+            joins = self._join(spec) and not self.num_masked
 
     def _begin_round(self, spec: DecodingSpec, length: int) -> None:
         """Let the blocks of the next round replace those of one that is verified."""
@@ -176,15 +171,11 @@ class Progress:
         ):
             return False
         if self.step:
-            self.before = self.running
-            self.steps_before = self.step
-            self.step = 0
-            self.post_steps = 0
+            self.before, self.steps_before = self.running, self.step
+            self.step = self.post_steps = 0
         first = self.leftmost
-        self.masked = [
-            *self.masked[first - self.running.first :],
-            spec.layout.masks_per_block[joining],
-        ]
+        left_in_blocks = self.masked[first - self.running.first :]
+        self.masked = [*left_in_blocks, spec.layout.masks_per_block[joining]]
         self.running = Blocks(first, joining + 1)
         self.slow_fast = spec.first_slow_fast(joining)
         return True

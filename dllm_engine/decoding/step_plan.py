@@ -225,78 +225,67 @@ def unmask_quota(
     fills that position alone, outside the schedule (Fast-dLLM, Sparse-dLLM; without a
     cache if there are several blocks), or with several running blocks as well.
     """
-    step = progress.step
-    slow_fast = progress.slow_fast
-    begins_masked = step == 0 and not spec.layout.is_given(window.start)
-    quota = UnmaskQuota(window, progress.num_masked, 1.0)
-    quota.first_needed = window_alone and spec.layout.shifts_logits and begins_masked
+    layout, schedule, parallel = spec.layout, spec.schedule, spec.unmasking.parallel
+    step, num_masked = progress.step, progress.num_masked
+    begins_masked = step == 0 and not layout.is_given(window.start)
+    first_position = Span(window.start, window.start + 1)
+    quota = UnmaskQuota(window, num_masked, 1.0)
+    quota.first_needed = window_alone and layout.shifts_logits and begins_masked
     if spec.guidance is not None or spec.decision is not None:
         # The guide, or the probabilities of fields, decide how many; schedules have no
         # say.
         return quota
     if predicts_next(spec, progress):
-        seed = Span(window.start, window.start + 1)
-        candidates = window if spec.layout.round_length else seed
+        candidates = window if layout.round_length else first_position
         return UnmaskQuota(candidates, 1, 1.0, verifies=True)
-    quota.parallel = spec.unmasking.parallel
-    if spec.layout.round_length is not None:
+    quota.parallel = parallel
+    if layout.round_length is not None:
         quota.candidates = Span(window.start, window.stop - 1)
-        quota.count = progress.num_masked - 1
+        quota.count = num_masked - 1
         return quota
-    quota.least = spec.schedule.tokens_per_step or 0
-    if spec.schedule.block_add_threshold is not None:
-        quota.guaranteed = spec.layout.block_span(progress.leftmost)
+    quota.least = schedule.tokens_per_step or 0
+    if schedule.block_add_threshold is not None:
+        quota.guaranteed = layout.block_span(progress.leftmost)
         return quota
-    if slow_fast is not None:
-        threshold, quota.enough = slow_fast.passing
+    if (spans := progress.slow_fast) is not None:
+        threshold, quota.enough = spans.passing
         quota.parallel = ParallelRule("slow_fast", threshold)
-        quota.candidates = Span(
-            slow_fast.start, window.stop if slow_fast.is_slow else slow_fast.end
-        )
-        quota.observed = (
-            slow_fast.options.span_threshold
-            if slow_fast.is_slow and not slow_fast.settled
-            else None
-        )
+        stop = spans.end
+        if spans.is_slow:
+            stop = window.stop
+            quota.observed = None if spans.settled else spans.options.span_threshold
+        quota.candidates = Span(spans.start, stop)
         return quota
     quota.first_needed = False  # here such a step fills that position alone, or all
-    steps = spec.steps_per_block[progress.running.first]
+    block = progress.running.first
+    steps = spec.steps_per_block[block]
     if spec.unmasking.policy.takes_back:
-        masks = spec.layout.masks_per_block[progress.running.first]
-        quota.left = count_left(masks, steps, step)
-        quota.count = progress.num_masked - quota.left
+        quota.left = count_left(layout.masks_per_block[block], steps, step)
+        quota.count = num_masked - quota.left
         return quota
-    in_blocks = window_alone or (
-        spec.layout.num_blocks > 1 and spec.schedule.tokens_per_step is None
-    )
-    if spec.schedule.kind == "timestep" and in_blocks and begins_masked and steps != 1:
-        return UnmaskQuota(Span(window.start, window.start + 1), 1, 1.0)
-    if (
-        spec.unmasking.parallel is not None
-        and PARALLEL_RULES[spec.unmasking.parallel.kind].may_pass_none
-    ):
+    states_count = schedule.tokens_per_step is not None
+    has_time_grid = schedule.kind == "timestep"
+    in_blocks = window_alone or (layout.num_blocks > 1 and not states_count)
+    if has_time_grid and in_blocks and begins_masked and steps != 1:
+        return UnmaskQuota(first_position, 1, 1.0)
+    if parallel is not None and PARALLEL_RULES[parallel.kind].may_pass_none:
         quota.guaranteed = window
-    if spec.schedule.tokens_per_step is not None:
-        quota.count = min(spec.schedule.tokens_per_step, progress.num_masked)
-    elif step < steps - 1 and spec.schedule.kind == "uniform":
-        quota.count = uniform_count(
-            spec.scheduled_per_block[progress.running.first], steps, step
-        )
-    elif step < steps - 1 and spec.schedule.kind == "rounded":
-        counts = rounded_counts(spec.scheduled_per_block[progress.running.first], steps)
-        # Steps by chance may leave some for later.
-        quota.count = counts[step] if step < len(counts) else progress.num_masked
+    if schedule.tokens_per_step is not None:
+        quota.count = min(schedule.tokens_per_step, num_masked)
     elif step < steps - 1:
-        quota.count = timestep_count(progress.num_masked, steps, step)
-    by_time_grid = (
-        spec.schedule.kind == "timestep" and spec.schedule.tokens_per_step is None
-    )
-    quota.ratio = (
-        timestep_ratio(steps, step)
-        if by_time_grid
-        else quota.count / max(progress.num_masked, 1)
-    )
-    if spec.schedule.block_steps and spec.unmasking.parallel is not None:
+        scheduled = spec.scheduled_per_block[block]
+        if has_time_grid:
+            quota.count = timestep_count(num_masked, steps, step)
+        elif schedule.kind == "uniform":
+            quota.count = uniform_count(scheduled, steps, step)
+        else:
+            counts = rounded_counts(scheduled, steps)
+            # Steps by chance may leave some for later.
+            quota.count = counts[step] if step < len(counts) else num_masked
+    quota.ratio = quota.count / max(num_masked, 1)
+    if has_time_grid and not states_count:
+        quota.ratio = timestep_ratio(steps, step)
+    if schedule.block_steps and parallel is not None:
         quota.least = quota.count
     return quota
 
@@ -306,11 +295,9 @@ def fast_pass_span(progress: Progress, span: Span) -> Span:
     SlowFast sampling end with the positions that they fill.
     """
     state = progress.slow_fast
-    return (
-        span
-        if state is None or not state.num_fast
-        else Span(span.start, min(span.stop, state.end))
-    )
+    if state is None or not state.num_fast:
+        return span
+    return Span(span.start, min(span.stop, state.end))
 
 
 class StepWork(NamedTuple):

@@ -283,23 +283,20 @@ class SlowFastState:
         else:
             state = replace(self, num_slow=self.num_slow + 1)
             if not self.settled:
-                latest = (*self.estimates, max(observation.farthest, self.start) + 1)[
-                    -self.options.span_window :
-                ]
-                settled = len(latest) == self.options.span_window and self._is_stable(
-                    latest
-                )
-                state = replace(
-                    state,
-                    estimates=latest,
-                    settled=settled,
-                    end=latest[-1] if settled else self._mean(latest),
-                )
+                state = state._estimated(max(observation.farthest, self.start) + 1)
         if state.is_slow or observation.first_masked < state.end:
             return state
         return SlowFastState(
             self.options, self.shifts_logits, self.block_start, state.end
         )
+
+    def _estimated(self, end: int) -> "SlowFastState":
+        """State with one more estimate of the span's end."""
+        count = self.options.span_window
+        latest = (*self.estimates, end)[-count:]
+        settled = len(latest) == count and self._is_stable(latest)
+        end = end if settled else self._mean(latest)
+        return replace(self, estimates=latest, settled=settled, end=end)
 
     def _is_stable(self, estimates: Sequence[int]) -> bool:
         if self.shifts_logits:

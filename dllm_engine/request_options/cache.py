@@ -2,18 +2,14 @@
 
 from typing import Annotated
 
-from pydantic import Field
-
 from dllm_engine.decoding.spec import CacheOptions
 from dllm_engine.options import EngineOptions
 from dllm_engine.request_options.context import refused
-from dllm_engine.request_options.facts import Facts, OptionGroup
+from dllm_engine.request_options.facts import Facts, OptionGroup, Share
 
 
 class CacheChanges(OptionGroup):
-    retention_ratio: Annotated[float | None, Facts(default_by="engine")] = Field(
-        default=None, ge=0, le=1
-    )
+    retention_ratio: Annotated[Share, Facts(default_by="engine")] = None
     """Share to retain for this request, at most the engine's ``retention_ratio``. Cache
     methods that evict nothing refuse it."""
 

@@ -2,13 +2,10 @@
 
 from typing import Annotated
 
-from pydantic import Field
-
 from dllm_engine.constraints.decision import unpacked_decision
 from dllm_engine.decoding.spec import PackedDecision
-from dllm_engine.decoding.unmasking_policies import MOST_TOKENS
 from dllm_engine.request_options.context import RequestContext, refused
-from dllm_engine.request_options.facts import Facts, OptionGroup
+from dllm_engine.request_options.facts import Count, Facts, OptionGroup
 
 _UNUSED = {
     "temperature": 0.0,
@@ -20,9 +17,7 @@ _UNUSED = {
 
 
 class DecisionOptions(OptionGroup):
-    passes: Annotated[int | None, Facts(in_decisions=True)] = Field(
-        default=None, ge=1, le=MOST_TOKENS
-    )
+    passes: Annotated[Count, Facts(in_decisions=True)] = None
     """Decisions: the most forward passes. Each but the last commits the fields that it
     is surest of. Unset: 1.
     """

@@ -6,14 +6,16 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from dllm_engine.decoding.canvas_layout import CanvasLayout
-from dllm_engine.decoding.unmasking_policies import MOST_TOKENS
 from dllm_engine.options import EngineOptions
 from dllm_engine.request_options.context import RequestContext, refused
 from dllm_engine.request_options.facts import (
     AttentionNeed,
+    Count,
+    CountOrZero,
     Exclusion,
     Facts,
     OptionGroup,
+    Share,
 )
 from dllm_engine.text import parsed_json
 
@@ -41,19 +43,13 @@ class AutoLengthOptions(OptionGroup):
     ] = None
     """Choose the length of the response before decoding begins (DAEDAL's first stage);
     ``max_tokens`` is the most it may be. In Python also ``gen_length="auto"``."""
-    auto_length_start: Annotated[int | None, _HOW] = Field(
-        default=None, ge=1, le=MOST_TOKENS
-    )
+    auto_length_start: Annotated[Count, _HOW] = None
     """Masks that the choice begins with. Unset: 64."""
-    auto_length_tail: Annotated[int | None, _HOW] = Field(
-        default=None, ge=1, le=MOST_TOKENS
-    )
+    auto_length_tail: Annotated[Count, _HOW] = None
     """Predicted end tokens at the response's end whose probabilities are averaged;
     those that are missing count as 0. Unset: 32.
     """
-    auto_length_threshold: Annotated[float | None, _HOW] = Field(
-        default=None, ge=0, le=1
-    )
+    auto_length_threshold: Annotated[Share, _HOW] = None
     """The response grows while their mean probability is below this. Unset: 0.5."""
     auto_length_growth: Annotated[float | None, _HOW] = Field(default=None, ge=1, le=16)
     """The next length is this times the one before, rounded up to a multiple of 8, and
@@ -133,25 +129,23 @@ class LayoutOptions(OptionGroup):
     ``self_speculation``: the same text in fewer steps. One step drafts a block, or
     several do by a rule of parallel unmasking; the next verifies the drafts and keeps
     those before the first wrong one. Unset: ``diffusion``."""
-    block_length: Annotated[int | None, Facts(default_by="checkpoint")] = Field(
-        default=None, ge=1, le=MOST_TOKENS
-    )
+    block_length: Annotated[Count, Facts(default_by="checkpoint")] = None
     """Response tokens denoised together, at most ``gen_length``. The last block may be
     shorter. Models with attention by blocks attend by blocks of this length, which may
     be longer than the response."""
     sub_block_length: Annotated[
-        int | None,
+        Count,
         Facts(
             default_by="checkpoint",
             needs_attention=AttentionNeed(
                 "block_causal", "only blocks that attention goes by have parts"
             ),
         ),
-    ] = Field(default=None, ge=1, le=MOST_TOKENS)
+    ] = None
     """Parts of a block that are denoised one after the other, from left to right; it
     divides ``block_length``. Each step computes the whole block."""
     suffix_blocks: Annotated[
-        int | None,
+        CountOrZero,
         Facts(
             default_by="engine",
             needs_attention=AttentionNeed(
@@ -160,7 +154,7 @@ class LayoutOptions(OptionGroup):
                 "computed",
             ),
         ),
-    ] = Field(default=None, ge=0, le=MOST_TOKENS)
+    ] = None
     """Masked blocks after the running ones that a step computes (DPad). Unset: all of
     them. Cache methods that keep the whole canvas refuse it."""
     response_template: Annotated[

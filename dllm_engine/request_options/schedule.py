@@ -3,22 +3,21 @@
 from dataclasses import replace
 from typing import Annotated
 
-from pydantic import Field
-
 from dllm_engine.decoding.canvas_layout import CanvasLayout
 from dllm_engine.decoding.spec import ParallelRule, Schedule, Unmasking
-from dllm_engine.decoding.unmasking_policies import MOST_TOKENS, PARALLEL_RULES
+from dllm_engine.decoding.unmasking_policies import PARALLEL_RULES
 from dllm_engine.request_options.context import RequestContext, refused
 from dllm_engine.request_options.facts import (
     AttentionNeed,
+    Count,
     Exclusion,
     Facts,
     OptionGroup,
+    Share,
 )
 
-_Count = Annotated[
-    int | None,
-    Field(ge=1, le=MOST_TOKENS),
+_Steps = Annotated[
+    Count,
     Facts(
         default_by="checkpoint",
         one_of="counts",
@@ -32,18 +31,18 @@ _MOST_STEPS_PER_TOKEN = 16
 
 
 class ScheduleOptions(OptionGroup):
-    steps: _Count = None
+    steps: _Steps = None
     """Denoising steps of the whole response, at most ``gen_length``. They are split
     between blocks by their length; each block gets at least one."""
-    steps_per_block: _Count = None
+    steps_per_block: _Steps = None
     """Denoising steps of each block, instead of ``steps``; at most one per token. With
     a rule of parallel unmasking, a step fills at least what this schedule would fill.
     No effect with ``entropy_budget``."""
-    tokens_per_step: _Count = None
+    tokens_per_step: _Steps = None
     """Tokens that each step unmasks, instead of ``steps`` and of a family's schedule.
     With a rule of parallel unmasking, the least number (d2Cache)."""
     block_add_threshold: Annotated[
-        float | None,
+        Share,
         Facts(
             default_by="checkpoint",
             excludes=(
@@ -58,7 +57,7 @@ class ScheduleOptions(OptionGroup):
                 "blocks run one at a time; the model was not trained for several",
             ),
         ),
-    ] = Field(default=None, ge=0, le=1)
+    ] = None
     """Several blocks at once (d3LLM): the next block joins the running ones once this
     share of the last one is decided. 0: one more block in every step; 1 or unset: one
     block at a time. Needs a rule of parallel unmasking."""

@@ -10,7 +10,6 @@ from pydantic import Field, TypeAdapter, create_model
 from dllm_engine.decoding.spec import DecodingSpec, ParallelRule, Unmasking
 from dllm_engine.decoding.unmasking_policies import (
     CONFIDENCES,
-    MOST_TOKENS,
     PARALLEL_RULES,
     UNMASKING_POLICIES,
     WEIGHTED_MEASURES,
@@ -23,10 +22,12 @@ from dllm_engine.options import EngineOptions
 from dllm_engine.request_options.context import RequestContext, refused
 from dllm_engine.request_options.facts import (
     AttentionNeed,
+    CountOrZero,
     Exclusion,
     Facts,
     MeasureNeed,
     OptionGroup,
+    Share,
 )
 from dllm_engine.text import choices
 
@@ -75,7 +76,7 @@ class PolicyOptions(OptionGroup):
     this temperature. For the same policies, without a rule of parallel
     unmasking. 0: take the most confident."""
     edit_threshold: Annotated[
-        float | None,
+        Share,
         Facts(
             default_by="checkpoint",
             needs_attention=AttentionNeed(
@@ -85,14 +86,12 @@ class PolicyOptions(OptionGroup):
             ),
             needs_decided=True,
         ),
-    ] = Field(default=None, ge=0, le=1)
+    ] = None
     """Token editing (LLaDA2.1, arXiv 2602.08676): each step also replaces decided
     tokens of the running block for which it predicts another token with a probability
     above this. A block then ends once a step that began without masks edits nothing. 1:
     no token is replaced. For models with attention by blocks."""
-    max_post_steps: Annotated[int | None, Facts(default_by="checkpoint")] = Field(
-        default=None, ge=0, le=MOST_TOKENS
-    )
+    max_post_steps: Annotated[CountOrZero, Facts(default_by="checkpoint")] = None
     """With ``edit_threshold``: steps that a block may take after its last mask. Unset:
     16.
     """
