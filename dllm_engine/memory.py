@@ -13,13 +13,13 @@ from pydantic import (
     ByteSize,
     ConfigDict,
     Field,
-    PositiveInt,
     field_validator,
 )
 
 from dllm_engine.cache_methods import methods_for
 from dllm_engine.cache_methods.page_demand import PageDemand
 from dllm_engine.checkpoints import load_config
+from dllm_engine.decoding.option_types import Positive
 from dllm_engine.decoding.page_layout import PageKind, PoolGeometry, head_dim_of
 from dllm_engine.demo import model_path
 from dllm_engine.model_executor.head_chunks import rows_at_once
@@ -61,23 +61,23 @@ class Deployment(BaseModel):
     """Memory of one GPU, such as 80GiB. None: there is no GPU, and what a CPU needs is
     computed.
     """
-    prompt: PositiveInt = 1024
+    prompt: Positive = 1024
     """Tokens of a prompt."""
-    response: PositiveInt = 256
+    response: Positive = 256
     """Tokens of a response."""
-    block_length: int | None = Field(default=None, ge=1)
+    block_length: Positive | None = None
     """Tokens denoised together. None: the checkpoint's default, else the family's."""
     quantization: Literal["fp8", "int8", "int4", "gptq", "awq"] | None = None
     """Weights of a copy that is not here yet, 4 bits in groups of 128. None: as the
     checkpoint states.
     """
     dtype: str = "auto"
-    tensor_parallel_size: PositiveInt = 1
-    max_model_len: int | None = Field(default=None, ge=1)
+    tensor_parallel_size: Positive = 1
+    max_model_len: Positive | None = None
     """None: the length of prompt and response."""
-    max_num_seqs: PositiveInt = 256
+    max_num_seqs: Positive = 256
     """The most requests at once."""
-    max_num_batched_tokens: PositiveInt = 8192
+    max_num_batched_tokens: Positive = 8192
     """Rows of one forward pass, at least ``max_model_len``, or a block of a block
     diffusion model.
     """

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from dllm_engine.cache_methods import CACHE_METHODS, DEFAULT_METHODS, methods_for
 from dllm_engine.cache_methods.base import CacheMethod
 from dllm_engine.decoding.canvas_layout import CanvasLayout
+from dllm_engine.decoding.option_types import NotNegative, Positive
 from dllm_engine.decoding.page_layout import (
     GuideShape,
     PoolGeometry,
@@ -62,7 +63,7 @@ class EngineOptions(BaseModel):
     """Options of the cache method. ``"paper"``: the settings of its paper, which are
     the defaults.
     """
-    page_size: int = Field(default=32, ge=1)
+    page_size: Positive = 32
     """Tokens per page of one layer."""
     dense_attention: Literal["auto", "flash", "sdpa"] = "auto"
     """Library for attention that reads no pages. ``"flash"`` (vLLM's FlashAttention)
@@ -75,12 +76,12 @@ class EngineOptions(BaseModel):
     share_prompts: bool = False
     """Compute the beginning of a prompt once for all requests that begin so, if the
     model attends to the whole canvas: an approximation (see Shared prompts in docs/methods.md)."""
-    anchor_tokens: int = Field(default=0, ge=0)
+    anchor_tokens: NotNegative = 0
     """With ``share_prompts``: so many of the first and of the last tokens that a request
     finds in pages are computed again, in whole pages. More of them bring its answer
     nearer to that without sharing.
     """
-    steps_per_dispatch: int = Field(default=8, ge=1)
+    steps_per_dispatch: Positive = 8
     """Denoising steps that workers run before they return to the scheduler, while no
     request waits and no block is complete."""
     guide_model: str | None = None
@@ -103,13 +104,13 @@ class EngineOptions(BaseModel):
     batch_invariant: bool = False
     """Compute every request on its own, so that its response is bit-identical in any
     batch. Slower with several requests."""
-    max_automaton_states: int = Field(default=4096, ge=1)
+    max_automaton_states: Positive = 4096
     """The most states that the automaton of a request's ``structured_outputs`` may
     have.
     """
     max_automaton_seconds: float = Field(default=30.0, gt=0, le=86400)
     """The longest time that building such an automaton may take."""
-    max_automaton_search: int = Field(default=1 << 24, ge=1)
+    max_automaton_search: Positive = 1 << 24
     """The most that a step may search of such an automaton: its size × the positions
     that are searched at once (see Structured output). Bounds what a decision may
     compute, too (see Decisions)."""

@@ -12,7 +12,7 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -31,82 +31,67 @@ _ANSWERS, _SERVER = "answers", "server"
 _LEVEL = "WARNING"
 """vLLM's level in a process that is quiet."""
 
-_NO_TRITON = "Triton is for GPUs; a CPU has kernels of its own here"
-_VLLM_CALLS = "vLLM calls what this PyTorch is about to drop"
-_OUR_CHOICE = "so our engines are set; what vLLM would do instead is not for them"
-_REFUSAL = "a client's mistake; one line says what was refused, and why"
-_END = "the end is asked for, and has its own exit status"
-_STARTING = "the line with the server's address comes instead"
-SILENCED = {
-    "vllm.triton_utils.importing": {
-        "Triton is installed, but doesn't include CPU backend": _NO_TRITON
-    },
-    "torch._library.triton": {"Triton not available": _NO_TRITON},
-    "torch._opaque_base": {"torch._opaque_base is deprecated": _VLLM_CALLS},
-    "torch._library.opaque_object": {".* is deprecated, use": _VLLM_CALLS},
-    "torch.utils.cpp_extension": {
-        "No CUDA runtime is found": "check_device says that there is no GPU"
-    },
-    "vllm.platforms.cpu": {
-        "Triton is not installed": _NO_TRITON,
-        "Reset SSM cache type": "no diffusion model has such a cache",
-    },
-    "vllm.config.vllm": {
-        "Model Runner V2 requires Triton": "the model runner is ours",
-        "Inductor compilation was disabled": _OUR_CHOICE,
-    },
-    "vllm.engine.arg_utils": {
-        "The global random seed is set to": "each request has a seed of its own here"
-    },
-    "vllm.platforms.interface": {
-        "Unknown vLLM environment variable detected: VLLM_DIST_IDENT": "vLLM's own"
-    },
-    "vllm.config.scheduler": {"Using custom scheduler class dllm_engine": _OUR_CHOICE},
-    "vllm.config.model": {
-        "Default vLLM sampling parameters have been overridden": "docs/reference.md: "
-        "a checkpoint's defaults count"
-    },
-    "vllm.renderers.base": {
-        "Chat template warmup failed": "the first chat says what is wrong, and `dllm "
-        "bench` has no tokenizer"
-    },
-    "vllm.utils.system_utils": {
-        r"Found ulimit of \d{5}": "enough for thousands of connections",
-        r"\[shutdown\] force killing": _END,
-    },
-    "vllm.v1.utils": {r"\[shutdown\]": _END},
-    "vllm.v1.executor.multiproc_executor": {r"\[shutdown\]": _END},
-    **{
-        f"vllm.entrypoints.{name}.serving": {"Error with model": _REFUSAL}
-        for name in (
-            "openai.chat_completion",
-            "openai.responses",
-            "scale_out.render",
-            "scale_out.token_in_token_out",
-        )
-    },
-    "vllm.entrypoints.openai.chat_completion.batch_serving": {
-        "Error with model": _REFUSAL
-    },
-    "uvicorn.error": {
-        "(Started|Finished) server process": _STARTING,
-        "Waiting for": _STARTING,
-        "Application (startup|shutdown) complete": _STARTING,
-        "Shutting down": _END,
-    },
+SILENCED: dict[str, tuple[str, ...]] = {
+    # Triton is for GPUs; a CPU has kernels of its own here.
+    "vllm.triton_utils.importing": (
+        "Triton is installed, but doesn't include CPU backend",
+    ),
+    "torch._library.triton": ("Triton not available",),
+    # vLLM calls what this PyTorch is about to drop.
+    "torch._opaque_base": ("torch._opaque_base is deprecated",),
+    "torch._library.opaque_object": (".* is deprecated, use",),
+    # check_device says that there is no GPU.
+    "torch.utils.cpp_extension": ("No CUDA runtime is found",),
+    # As above; no diffusion model has such a cache.
+    "vllm.platforms.cpu": ("Triton is not installed", "Reset SSM cache type"),
+    # The model runner is ours, and our engines are set so: what vLLM would do instead
+    # is not for them.
+    "vllm.config.vllm": (
+        "Model Runner V2 requires Triton",
+        "Inductor compilation was disabled",
+    ),
+    "vllm.config.scheduler": ("Using custom scheduler class dllm_engine",),
+    # Each request has a seed of its own here.
+    "vllm.engine.arg_utils": ("The global random seed is set to",),
+    # vLLM's own.
+    "vllm.platforms.interface": (
+        "Unknown vLLM environment variable detected: VLLM_DIST_IDENT",
+    ),
+    # docs/reference.md: a checkpoint's defaults count.
+    "vllm.config.model": ("Default vLLM sampling parameters have been overridden",),
+    # The first chat says what is wrong, and `dllm bench` has no tokenizer.
+    "vllm.renderers.base": ("Chat template warmup failed",),
+    # The limit is enough for thousands of connections; the end is asked for, and has
+    # its own exit status.
+    "vllm.utils.system_utils": (
+        r"Found ulimit of \d{5}",
+        r"\[shutdown\] force killing",
+    ),
+    "vllm.v1.utils": (r"\[shutdown\]",),
+    "vllm.v1.executor.multiproc_executor": (r"\[shutdown\]",),
+    # A client's mistake; one line says what was refused, and why.
+    "vllm.entrypoints.openai.chat_completion.serving": ("Error with model",),
+    "vllm.entrypoints.openai.chat_completion.batch_serving": ("Error with model",),
+    "vllm.entrypoints.openai.responses.serving": ("Error with model",),
+    "vllm.entrypoints.scale_out.render.serving": ("Error with model",),
+    "vllm.entrypoints.scale_out.token_in_token_out.serving": ("Error with model",),
+    # The line with the server's address comes instead.
+    "uvicorn.error": (
+        "(Started|Finished) server process",
+        "Waiting for",
+        "Application (startup|shutdown) complete",
+        "Shutting down",
+    ),
 }
-"""Lines that are not logged, by logger and beginning, with the reason."""
+"""Lines that are not logged, by logger: patterns of their beginnings."""
 _SHOWN = ("vllm.dllm_engine", "vllm.v1.metrics.loggers")
 """Loggers whose information a server shows too: ours, and vLLM's rates."""
-_SILENCED_WARNINGS = {
-    "`torch.distributed.reduce_op` is deprecated": FutureWarning,  # vLLM touches it
-}
 
 
 class _Silence(logging.Filter):
     """Filter of a logger whose lines of ``SILENCED`` are dropped."""
 
-    def __init__(self, beginnings: Mapping[str, str]) -> None:
+    def __init__(self, beginnings: Iterable[str]) -> None:
         super().__init__()
         self._pattern = re.compile("|".join(beginnings))
 
@@ -130,19 +115,18 @@ def silence_alarms() -> None:
     """
     if _states_what_to_log({}):
         return
-    _set_filters(SILENCED)
+    _set_filters(silent=True)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read with PyTorch's import
-    for message, category in _SILENCED_WARNINGS.items():
-        warnings.filterwarnings("ignore", message, category)
+    # vLLM touches it.
+    deprecated = "`torch.distributed.reduce_op` is deprecated"
+    warnings.filterwarnings("ignore", deprecated, FutureWarning)
 
 
-def _set_filters(silenced: Mapping[str, Mapping[str, str]]) -> None:
-    for name in SILENCED:
+def _set_filters(*, silent: bool) -> None:
+    for name, beginnings in SILENCED.items():
         logger = logging.getLogger(name)
         filters = [each for each in logger.filters if not isinstance(each, _Silence)]
-        if name in silenced:
-            filters.append(_Silence(silenced[name]))
-        logger.filters = filters
+        logger.filters = [*filters, _Silence(beginnings)] if silent else filters
 
 
 def continue_quietly() -> None:
@@ -174,7 +158,7 @@ def quiet_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """
     if _states_what_to_log(arguments):
         os.environ.pop(_MARK, None)
-        _set_filters({})
+        _set_filters(silent=False)
         return {}
     os.environ[_MARK] = _ANSWERS
     # Python's resource tracker, which removes what an engine leaves when it ends.

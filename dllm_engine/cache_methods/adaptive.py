@@ -5,10 +5,11 @@ intervals of their own, and between refreshes the response rows that have change
 from dataclasses import dataclass
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from dllm_engine.cache_methods.base import plan_on_canvas
 from dllm_engine.decoding.canvas_layout import Span
+from dllm_engine.decoding.option_types import Positive, Share
 from dllm_engine.decoding.page_layout import PoolGeometry
 from dllm_engine.decoding.progress import Progress
 from dllm_engine.decoding.spec import CacheOptions, DecodingSpec
@@ -20,16 +21,16 @@ class AdaptiveOptions(CacheOptions):
     passes over the response; where the number of tokens that a pass unmasks is open
     (parallel unmasking, a guide), what ``interval_unit`` says."""
 
-    prompt_refresh_interval: int = Field(default=50, ge=1)
+    prompt_refresh_interval: Positive = 50
     """Forward passes, or tokens, from one computation of the prompt to the next (Kp).
     """
-    response_refresh_interval: int = Field(default=7, ge=1)
+    response_refresh_interval: Positive = 7
     """Forward passes, or tokens, from one computation of the response to the next (Kr).
     """
     interval_unit: Literal["tokens", "passes"] = "tokens"
     """Unit of the intervals if a pass may unmask several tokens (parallel unmasking, a
     guide): unmasked tokens, or forward passes."""
-    update_ratio: float = Field(default=0.25, ge=0, le=1)
+    update_ratio: Share = 0.25
     """Share of the response rows that each layer recomputes in the other passes (ρ)."""
     similarity: Literal["value", "key", "random"] = "value"
     """Choice of these rows: those whose new value (or key) differs most from the cached

@@ -8,9 +8,8 @@ that every refresh renews.
 from collections.abc import Callable
 from typing import Literal
 
-from pydantic import Field
-
 from dllm_engine.decoding.canvas_layout import Span
+from dllm_engine.decoding.option_types import Positive
 from dllm_engine.decoding.progress import Progress
 from dllm_engine.decoding.spec import CacheOptions, DecodingSpec
 from dllm_engine.decoding.step_plan import (
@@ -36,7 +35,7 @@ class RefreshOptions(CacheOptions):
     """Part of the canvas that is computed when the window moves: ``all``, the
     ``response``, or the positions ``near`` the window. ``response`` and ``near`` still
     compute the whole canvas once every ``prompt_refresh_interval`` blocks."""
-    prompt_refresh_interval: int = Field(default=4, ge=1)
+    prompt_refresh_interval: Positive = 4
     """Blocks from one computation of the whole canvas to the next, if ``refresh`` is
     not ``all``.
     """

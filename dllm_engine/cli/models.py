@@ -10,8 +10,8 @@ from dataclasses import asdict
 from typing import Any
 
 from dllm_engine.cache_methods import CACHE_METHODS
+from dllm_engine.decoding.option_types import MOST_TOKENS
 from dllm_engine.decoding.unmasking_policies import (
-    MOST_TOKENS,
     PARALLEL_RULES,
     UNMASKING_POLICIES,
 )

@@ -16,7 +16,7 @@ from dllm_engine.decisions.requests import (
     DecisionOutput,
     decision_params_when_built,
 )
-from dllm_engine.decoding.unmasking_policies import MOST_TOKENS
+from dllm_engine.decoding.option_types import MOST_TOKENS
 from dllm_engine.infill.http import length_of, set_length
 from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.request_options.sampling_params import DECISION

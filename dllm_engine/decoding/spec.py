@@ -7,9 +7,10 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from dllm_engine.decoding.canvas_layout import Blocks, CanvasLayout
+from dllm_engine.decoding.option_types import Share
 from dllm_engine.decoding.unmasking_policies import (
     UNMASKING_POLICIES,
     SlowFast,
@@ -84,7 +85,7 @@ class EvictingOptions(CacheOptions):
     """Options of a method that retains a share of what it has computed. Requests may
     lower it."""
 
-    retention_ratio: float = Field(default=1.0, ge=0, le=1)
+    retention_ratio: Share = 1.0
     """Share that is retained."""
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
+from dllm_engine.decoding.option_types import Count, Share
 from dllm_engine.entry_points import EntryPointGroup
 
 Measure = Literal["probability", "entropy", "margin", "noise", "position"]
@@ -184,10 +185,6 @@ def count_left(masks: int, steps: int, step: int) -> int:
     return int(np.float32(masks) * np.float32(1 - (step + 1) / steps))
 
 
-MOST_TOKENS = (1 << 31) - 1
-"""More than any model's context or vocabulary holds."""
-
-
 class SlowFast(BaseModel):
     """Options of SlowFast sampling (arXiv 2506.10848). The defaults are those of the
     authors' code; what differs in some families is ``ModelFamily.slow_fast``. All
@@ -197,31 +194,31 @@ class SlowFast(BaseModel):
         extra="forbid", frozen=True, use_attribute_docstrings=True
     )
 
-    span_steps: int = Field(default=6, ge=1, le=MOST_TOKENS)
+    span_steps: Count = 6
     """Slow passes at the beginning of each span."""
-    span_threshold: float = Field(default=0.3, ge=0, le=1)
+    span_threshold: Share = 0.3
     """A slow pass estimates that the span ends after the farthest masked position of
     the block with this confidence.
     """
-    span_window: int = Field(default=2, ge=1, le=MOST_TOKENS)
+    span_window: Count = 2
     """Number of latest estimates that are compared. If they are not stable, the end is
     their mean.
     """
     span_variance: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """If the variance of these estimates is below this, they are stable, and the last
     one is the end. Models with shifted logits: the sample variance, at most this."""
-    slow_threshold: float = Field(default=0.9, ge=0, le=1)
+    slow_threshold: Share = 0.9
     """A slow pass fills every position from the span's start to the block's end with
     this confidence, or the best.
     """
-    fast_threshold: float = Field(default=0.9, ge=0, le=1)
+    fast_threshold: Share = 0.9
     """A fast pass fills every position of the span with this confidence, or the best.
     """
-    slow_minimum: int = Field(default=1, ge=1, le=MOST_TOKENS)
+    slow_minimum: Count = 1
     """If fewer positions than this reach ``slow_threshold``, only the best one is
     filled.
     """
-    fast_minimum: int = Field(default=1, ge=1, le=MOST_TOKENS)
+    fast_minimum: Count = 1
     """If fewer positions than this reach ``fast_threshold``, only the best one is
     filled.
     """

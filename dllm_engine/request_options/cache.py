@@ -2,14 +2,15 @@
 
 from typing import Annotated
 
+from dllm_engine.decoding.option_types import Share
 from dllm_engine.decoding.spec import CacheOptions
 from dllm_engine.options import EngineOptions
 from dllm_engine.request_options.context import refused
-from dllm_engine.request_options.facts import Facts, OptionGroup, Share
+from dllm_engine.request_options.facts import Facts, OptionGroup
 
 
 class CacheChanges(OptionGroup):
-    retention_ratio: Annotated[Share, Facts(default_by="engine")] = None
+    retention_ratio: Annotated[Share | None, Facts(default_by="engine")] = None
     """Share to retain for this request, at most the engine's ``retention_ratio``. Cache
     methods that evict nothing refuse it."""
 

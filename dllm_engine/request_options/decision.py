@@ -3,9 +3,10 @@
 from typing import Annotated
 
 from dllm_engine.constraints.decision import unpacked_decision
+from dllm_engine.decoding.option_types import Count
 from dllm_engine.decoding.spec import PackedDecision
 from dllm_engine.request_options.context import RequestContext, refused
-from dllm_engine.request_options.facts import Count, Facts, OptionGroup
+from dllm_engine.request_options.facts import Facts, OptionGroup
 
 _UNUSED = {
     "temperature": 0.0,
@@ -17,7 +18,7 @@ _UNUSED = {
 
 
 class DecisionOptions(OptionGroup):
-    passes: Annotated[Count, Facts(in_decisions=True)] = None
+    passes: Annotated[Count | None, Facts(in_decisions=True)] = None
     """Decisions: the most forward passes. Each but the last commits the fields that it
     is surest of. Unset: 1.
     """

@@ -2,18 +2,14 @@
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 
-from dllm_engine.decoding.unmasking_policies import MOST_TOKENS, Measure
+from dllm_engine.decoding.unmasking_policies import Measure
 from dllm_engine.families import Attention
 
-Count = Annotated[int | None, Field(ge=1, le=MOST_TOKENS)]
-CountOrZero = Annotated[int | None, Field(ge=0, le=MOST_TOKENS)]
-Share = Annotated[float | None, Field(ge=0, le=1)]
-"""Types of options that a request may leave open."""
 Alternatives = Literal["counts", "rules"]
 """Sets of options of which a request may set one: how many tokens a step unmasks, and
 the rules of parallel unmasking.

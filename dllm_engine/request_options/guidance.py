@@ -4,10 +4,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from dllm_engine.decoding.option_types import Count
 from dllm_engine.decoding.spec import Guidance
 from dllm_engine.options import EngineOptions
 from dllm_engine.request_options.context import RequestContext, refused
-from dllm_engine.request_options.facts import Count, Facts, OptionGroup
+from dllm_engine.request_options.facts import Facts, OptionGroup
 from dllm_engine.text import shortened
 
 # Who says how the guide decides wants it.
@@ -18,11 +19,11 @@ class GuideOptions(OptionGroup):
     guided: Annotated[bool | None, Facts(default_by="engine", off=False)] = None
     """Let the engine's guide model decide what a step fills (Guided Diffusion).
     Schedules, unmasking policies and rules then have no effect."""
-    speculation_length: Annotated[Count, _HOW] = None
+    speculation_length: Annotated[Count | None, _HOW] = None
     """Masked positions that are drafted and checked by the guide in a step, within the
     running block. Unset: 32.
     """
-    guide_top_k: Annotated[Count, _HOW] = None
+    guide_top_k: Annotated[Count | None, _HOW] = None
     """A draft passes if it is among this many best tokens of the guide. Unset: 1."""
     guide_threshold: Annotated[float | None, _HOW] = Field(default=None, gt=0, lt=1)
     """Also fill every drafted position whose token has a probability above this,

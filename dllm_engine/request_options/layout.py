@@ -6,16 +6,14 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from dllm_engine.decoding.canvas_layout import CanvasLayout
+from dllm_engine.decoding.option_types import Count, CountOrZero, Share
 from dllm_engine.options import EngineOptions
 from dllm_engine.request_options.context import RequestContext, refused
 from dllm_engine.request_options.facts import (
     AttentionNeed,
-    Count,
-    CountOrZero,
     Exclusion,
     Facts,
     OptionGroup,
-    Share,
 )
 from dllm_engine.text import parsed_json
 
@@ -43,13 +41,13 @@ class AutoLengthOptions(OptionGroup):
     ] = None
     """Choose the length of the response before decoding begins (DAEDAL's first stage);
     ``max_tokens`` is the most it may be. In Python also ``gen_length="auto"``."""
-    auto_length_start: Annotated[Count, _HOW] = None
+    auto_length_start: Annotated[Count | None, _HOW] = None
     """Masks that the choice begins with. Unset: 64."""
-    auto_length_tail: Annotated[Count, _HOW] = None
+    auto_length_tail: Annotated[Count | None, _HOW] = None
     """Predicted end tokens at the response's end whose probabilities are averaged;
     those that are missing count as 0. Unset: 32.
     """
-    auto_length_threshold: Annotated[Share, _HOW] = None
+    auto_length_threshold: Annotated[Share | None, _HOW] = None
     """The response grows while their mean probability is below this. Unset: 0.5."""
     auto_length_growth: Annotated[float | None, _HOW] = Field(default=None, ge=1, le=16)
     """The next length is this times the one before, rounded up to a multiple of 8, and
@@ -129,12 +127,12 @@ class LayoutOptions(OptionGroup):
     ``self_speculation``: the same text in fewer steps. One step drafts a block, or
     several do by a rule of parallel unmasking; the next verifies the drafts and keeps
     those before the first wrong one. Unset: ``diffusion``."""
-    block_length: Annotated[Count, Facts(default_by="checkpoint")] = None
+    block_length: Annotated[Count | None, Facts(default_by="checkpoint")] = None
     """Response tokens denoised together, at most ``gen_length``. The last block may be
     shorter. Models with attention by blocks attend by blocks of this length, which may
     be longer than the response."""
     sub_block_length: Annotated[
-        Count,
+        Count | None,
         Facts(
             default_by="checkpoint",
             needs_attention=AttentionNeed(
@@ -145,7 +143,7 @@ class LayoutOptions(OptionGroup):
     """Parts of a block that are denoised one after the other, from left to right; it
     divides ``block_length``. Each step computes the whole block."""
     suffix_blocks: Annotated[
-        CountOrZero,
+        CountOrZero | None,
         Facts(
             default_by="engine",
             needs_attention=AttentionNeed(

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from dllm_engine.decoding.canvas_layout import CanvasLayout
+from dllm_engine.decoding.option_types import MOST_TOKENS
 from dllm_engine.decoding.spec import Sampling, TokenBias
-from dllm_engine.decoding.unmasking_policies import MOST_TOKENS
 from dllm_engine.families import barred_tokens
 from dllm_engine.request_options.context import RequestContext, refused
 from dllm_engine.request_options.facts import OptionGroup

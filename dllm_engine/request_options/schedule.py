@@ -4,20 +4,19 @@ from dataclasses import replace
 from typing import Annotated
 
 from dllm_engine.decoding.canvas_layout import CanvasLayout
+from dllm_engine.decoding.option_types import Count, Share
 from dllm_engine.decoding.spec import ParallelRule, Schedule, Unmasking
 from dllm_engine.decoding.unmasking_policies import PARALLEL_RULES
 from dllm_engine.request_options.context import RequestContext, refused
 from dllm_engine.request_options.facts import (
     AttentionNeed,
-    Count,
     Exclusion,
     Facts,
     OptionGroup,
-    Share,
 )
 
 _Steps = Annotated[
-    Count,
+    Count | None,
     Facts(
         default_by="checkpoint",
         one_of="counts",
@@ -42,7 +41,7 @@ class ScheduleOptions(OptionGroup):
     """Tokens that each step unmasks, instead of ``steps`` and of a family's schedule.
     With a rule of parallel unmasking, the least number (d2Cache)."""
     block_add_threshold: Annotated[
-        Share,
+        Share | None,
         Facts(
             default_by="checkpoint",
             excludes=(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 from pydantic import Field, TypeAdapter, create_model
 
+from dllm_engine.decoding.option_types import CountOrZero, Share
 from dllm_engine.decoding.spec import DecodingSpec, ParallelRule, Unmasking
 from dllm_engine.decoding.unmasking_policies import (
     CONFIDENCES,
@@ -22,12 +23,10 @@ from dllm_engine.options import EngineOptions
 from dllm_engine.request_options.context import RequestContext, refused
 from dllm_engine.request_options.facts import (
     AttentionNeed,
-    CountOrZero,
     Exclusion,
     Facts,
     MeasureNeed,
     OptionGroup,
-    Share,
 )
 from dllm_engine.text import choices
 
@@ -76,7 +75,7 @@ class PolicyOptions(OptionGroup):
     this temperature. For the same policies, without a rule of parallel
     unmasking. 0: take the most confident."""
     edit_threshold: Annotated[
-        Share,
+        Share | None,
         Facts(
             default_by="checkpoint",
             needs_attention=AttentionNeed(
@@ -91,7 +90,7 @@ class PolicyOptions(OptionGroup):
     tokens of the running block for which it predicts another token with a probability
     above this. A block then ends once a step that began without masks edits nothing. 1:
     no token is replaced. For models with attention by blocks."""
-    max_post_steps: Annotated[CountOrZero, Facts(default_by="checkpoint")] = None
+    max_post_steps: Annotated[CountOrZero | None, Facts(default_by="checkpoint")] = None
     """With ``edit_threshold``: steps that a block may take after its last mask. Unset:
     16.
     """

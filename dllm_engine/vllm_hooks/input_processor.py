@@ -12,7 +12,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from dllm_engine.admission import admitted
-from dllm_engine.decoding.unmasking_policies import MOST_TOKENS
+from dllm_engine.decoding.option_types import MOST_TOKENS
 from dllm_engine.infill.edges import TextWithin
 from dllm_engine.infill.template import nothing
 from dllm_engine.lengths.requests import (

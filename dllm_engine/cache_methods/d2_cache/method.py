@@ -14,6 +14,7 @@ from dllm_engine.cache_methods.base import (
     plan_on_canvas,
 )
 from dllm_engine.decoding.canvas_layout import Span
+from dllm_engine.decoding.option_types import NotNegative, Positive, Share
 from dllm_engine.decoding.progress import Progress
 from dllm_engine.decoding.spec import CacheOptions, DecodingSpec
 from dllm_engine.decoding.step_plan import RefreshState, Scope, StepPlan
@@ -22,17 +23,17 @@ from dllm_engine.decoding.step_plan import RefreshState, Scope, StepPlan
 class D2CacheOptions(CacheOptions):
     """Options of ``d2_cache`` (d2Cache, arXiv 2509.23094)."""
 
-    rollout_p: float = Field(default=0.1, ge=0, le=1)
+    rollout_p: Share = 0.1
     """Share of importance: a step also computes the positions that attention rollout
     finds most important, up to this share of the total importance of the positions that
     it would not compute otherwise, and at least one."""
-    masked_rows: int = Field(default=32, ge=1)
+    masked_rows: Positive = 32
     """Masked positions that a step predicts: the most confident ones near known tokens.
     """
     sigma: float = Field(default=10.0, ge=0.01, le=1e6)
     """Width in tokens of the Gaussian that says how near known tokens are (the
     certainty prior), for choosing masked positions."""
-    gap_fill: int = Field(default=0, ge=0)
+    gap_fill: NotNegative = 0
     """Also compute the rows between two computed rows that are at most so many
     positions apart.
     """

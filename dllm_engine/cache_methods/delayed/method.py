@@ -4,13 +4,12 @@ were finished.
 
 from typing import ClassVar
 
-from pydantic import Field
-
 from dllm_engine.cache_methods.base import (
     CacheMethod,
     hold_tokens,
     plan_behind_prefix,
 )
+from dllm_engine.decoding.option_types import NotNegative, Positive
 from dllm_engine.decoding.progress import Progress
 from dllm_engine.decoding.spec import CacheOptions, DecodingSpec, TunedValues
 from dllm_engine.decoding.step_plan import StepPlan
@@ -21,10 +20,10 @@ class DelayedOptions(CacheOptions):
 
     tuned: ClassVar[TunedValues] = {"cache_delay": (0, 1, 2)}
 
-    cache_delay: int = Field(default=1, ge=0)
+    cache_delay: NotNegative = 1
     """Forward passes from the one that finishes a block to the one that keeps it. The
     passes between them compute the whole canvas and renew everything kept."""
-    refresh_interval: int = Field(default=10_000, ge=1)
+    refresh_interval: Positive = 10_000
     """Every so many forward passes, counted over the response, a pass computes the
     whole canvas and renews everything kept."""
 

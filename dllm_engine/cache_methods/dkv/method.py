@@ -5,9 +5,8 @@ after it was decoded.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pydantic import Field
-
 from dllm_engine.cache_methods.base import CacheMethod, hold_canvas, plan_on_canvas
+from dllm_engine.decoding.option_types import Positive
 from dllm_engine.decoding.progress import Progress
 from dllm_engine.decoding.spec import (
     CacheOptions,
@@ -27,7 +26,7 @@ class DKVOptions(CacheOptions):
     }
     tuned: ClassVar[TunedValues] = {"refresh_interval": (4, 8, 16)}
 
-    refresh_interval: int = Field(default=8, ge=1)
+    refresh_interval: Positive = 8
     """Steps of a window from one computation of the whole canvas to the next."""
 
 

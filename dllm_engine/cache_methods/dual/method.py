@@ -2,8 +2,6 @@
 
 from typing import ClassVar
 
-from pydantic import Field
-
 from dllm_engine.cache_methods.base import CacheMethod, hold_tokens, plan_on_canvas
 from dllm_engine.cache_methods.window_refresh import (
     RefreshOptions,
@@ -12,6 +10,7 @@ from dllm_engine.cache_methods.window_refresh import (
     whole_is_due,
 )
 from dllm_engine.decoding.canvas_layout import Blocks, Span
+from dllm_engine.decoding.option_types import Positive
 from dllm_engine.decoding.progress import Progress
 from dllm_engine.decoding.spec import DecodingSpec, TunedValues
 from dllm_engine.decoding.step_plan import RefreshState, Retention, Scope, StepPlan
@@ -22,7 +21,7 @@ class DualOptions(RefreshOptions):
 
     tuned: ClassVar[TunedValues] = {"refresh": ("all", "response", "near")}
 
-    near_tokens: int = Field(default=32, ge=1)
+    near_tokens: Positive = 32
     """Positions on each side of the window that are computed with it, with
     ``refresh="near"``.
     """

@@ -7,7 +7,7 @@ from enum import Enum
 from itertools import pairwise
 from typing import ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import field_validator
 
 from dllm_engine.cache_methods.base import (
     CacheMethod,
@@ -15,6 +15,7 @@ from dllm_engine.cache_methods.base import (
     with_uniform_sampler,
 )
 from dllm_engine.decoding.canvas_layout import Blocks, Span
+from dllm_engine.decoding.option_types import NotNegative, Positive, Share
 from dllm_engine.decoding.page_layout import PageCounts, PageKind, PoolGeometry
 from dllm_engine.decoding.progress import Progress
 from dllm_engine.decoding.spec import DecodingSpec, EvictingOptions, TunedValues
@@ -34,7 +35,7 @@ class ESDLLMOptions(EvictingOptions):
     indicator: Literal["hidden_state", "query", "key", "value", "none"] = "hidden_state"
     """Value that tells how much a row has changed. ``none``: no row is skipped, and
     each block begins with the whole canvas (the paper's DualCache baseline)."""
-    alpha: float = Field(default=0.5, ge=0, le=1)
+    alpha: Share = 0.5
     """Weight of a row's last confidence in its importance; its change has the weight 1
     − ``alpha``.
     """
@@ -45,15 +46,15 @@ class ESDLLMOptions(EvictingOptions):
     )
     """Pairs of (fraction of the rows kept, relative depth from which it holds). Depths
     begin with 0 and rise; fractions do not rise."""
-    block_refresh_interval: int = Field(default=8, ge=1)
+    block_refresh_interval: Positive = 8
     """Every so many steps, a step skips no row of the block."""
-    prompt_refresh_interval: int = Field(default=64, ge=1)
+    prompt_refresh_interval: Positive = 64
     """Every so many steps, a step also computes the prompt and all decoded tokens."""
-    retention_ratio: float = Field(default=1.0, ge=0, le=1)
+    retention_ratio: Share = 1.0
     """Share of the positions outside the block that a layer attends to, selected as
     ``sparse`` does. 1: all of them.
     """
-    update_delay: int = Field(default=1, ge=0)
+    update_delay: NotNegative = 1
     """Steps of a block before the one that selects what is retained."""
 
     @field_validator("keep_schedule")

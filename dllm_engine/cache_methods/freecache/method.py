@@ -4,14 +4,13 @@ computed once.
 
 from typing import ClassVar
 
-from pydantic import Field
-
 from dllm_engine.cache_methods.base import (
     CacheMethod,
     hold_tokens,
     plan_behind_prefix,
 )
 from dllm_engine.decoding.canvas_layout import Blocks
+from dllm_engine.decoding.option_types import Positive
 from dllm_engine.decoding.progress import Progress
 from dllm_engine.decoding.spec import CacheOptions, DecodingSpec, TunedValues
 from dllm_engine.decoding.step_plan import StepPlan
@@ -26,7 +25,7 @@ class FreeCacheOptions(CacheOptions):
     """Compute the masked tokens behind the window in every step too. False: the window
     alone.
     """
-    cache_block_length: int | None = Field(default=None, ge=1)
+    cache_block_length: Positive | None = None
     """Response tokens whose keys and values are kept together, once all of them are
     finished; until then every step computes them. A multiple of ``block_length`` (the
     paper: 256, with blocks of 64). None: one block."""

@@ -3,8 +3,6 @@ retains what its budget allows of the prompt; from then on dLLM-Cache's schedule
 
 from typing import ClassVar, Literal, Self
 
-from pydantic import Field
-
 from dllm_engine.cache_methods.adaptive import (
     AdaptiveOptions,
     feature_pages,
@@ -12,6 +10,7 @@ from dllm_engine.cache_methods.adaptive import (
 )
 from dllm_engine.cache_methods.base import CacheMethod, PassCost, ScorerName
 from dllm_engine.decoding.canvas_layout import Blocks
+from dllm_engine.decoding.option_types import NotNegative, Positive, Share
 from dllm_engine.decoding.page_layout import (
     PageCounts,
     PageKind,
@@ -52,16 +51,16 @@ class MaskKVOptions(AdaptiveOptions, EvictingOptions):
         "response_refresh_interval": (3, 5, 10),
     }
 
-    response_refresh_interval: int = Field(default=5, ge=1)
+    response_refresh_interval: Positive = 5
     """Forward passes, or tokens, from one computation of the response to the next (Kr).
     """
     refresh_first_layer: bool = False
     """Recompute the whole response in the first layer in every pass, as dLLM-Cache's
     code does."""
-    kv_budget: int | None = Field(default=256, ge=0)
+    kv_budget: NotNegative | None = 256
     """Prompt tokens that a KV head of a layer retains, on average (B̄). None:
     ``retention_ratio`` alone decides. A prompt within the budget is retained whole."""
-    retention_ratio: float = Field(default=1.0, ge=0, le=1)
+    retention_ratio: Share = 1.0
     """The largest share of the prompt that is retained, on average."""
     scorer: MaskKVScorerName = "mask_voting"
     """Score of a prompt token's importance to a head. With ``mask_voting_first`` to
@@ -70,13 +69,13 @@ class MaskKVOptions(AdaptiveOptions, EvictingOptions):
     """Split of the budget between layers. ``boundary`` and ``squeeze`` depend on the
     importance of layers, which each request measures in its first forward pass; that
     pass then runs twice."""
-    beta: float = Field(default=0.4, ge=0, le=1)
+    beta: Share = 0.4
     """Share of the average budget that every layer gets, for
     ``layer_budget="boundary"``.
     """
     head_budget: HeadBudgetName = "prompt_preference"
     """Split of a layer's budget between its heads."""
-    alpha: float = Field(default=0.1, ge=0, le=1)
+    alpha: Share = 0.1
     """Share of a layer's budget that every head gets, for
     ``head_budget="prompt_preference"``.
     """

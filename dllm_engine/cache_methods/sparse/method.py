@@ -5,7 +5,7 @@ matter most to it.
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import field_validator, model_validator
 
 from dllm_engine.cache_methods.base import CacheMethod, ScorerName
 from dllm_engine.cache_methods.window_refresh import (
@@ -16,6 +16,7 @@ from dllm_engine.cache_methods.window_refresh import (
     whole_is_due,
 )
 from dllm_engine.decoding.canvas_layout import Blocks, Span
+from dllm_engine.decoding.option_types import NotNegative, Positive, Share
 from dllm_engine.decoding.page_layout import PageCounts, PageKind, PoolGeometry
 from dllm_engine.decoding.progress import Progress
 from dllm_engine.decoding.spec import DecodingSpec, EvictingOptions, TunedValues
@@ -47,15 +48,15 @@ class SparseOptions(RefreshOptions, EvictingOptions):
     """Part of the canvas that is computed when the window moves: ``all``, or the
     ``response``. ``response`` still computes the whole canvas once every
     ``prompt_refresh_interval`` blocks."""
-    retention_ratio: float = Field(default=0.5, ge=0, le=1)
+    retention_ratio: Share = 0.5
     """Share of the candidates (positions outside the window) that a layer retains."""
-    pool_kernel_size: int = Field(default=3, ge=1)
+    pool_kernel_size: Positive = 3
     """Width of the max-pooling over importance scores. Odd; 1 turns it off."""
-    update_delay: int = Field(default=1, ge=0)
+    update_delay: NotNegative = 1
     """FULL steps of a window before the UPDATE step, which selects what is retained."""
     scorer: ScorerName = "mean_query"
     """Score of a token's importance, averaged over the heads of a layer."""
-    observation_window: int = Field(default=32, ge=1)
+    observation_window: Positive = 32
     """Number of last prompt tokens that vote, for ``scorer="snapkv"``."""
     scope: Literal["bidirectional", "prefix"] = "bidirectional"
     """``bidirectional``: candidates lie on both sides of the window (Algorithm 4).
