@@ -83,7 +83,8 @@ def _check_types(params: SamplingParams) -> None:
     sent; in Python vLLM does not.
     """
     for name in SamplingParams.__struct_fields__:
-        value, kind = getattr(params, name), _KINDS[name]
+        value = getattr(params, name)
+        kind = _KINDS[name]
         if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
             raise InvalidRequestError(f"{name} is out of range: it may have 64 bits")
         classes = [
@@ -111,7 +112,6 @@ def _check_request(
     engine = EngineOptions.from_vllm_config(vllm_config)
     hf_config = model_config.hf_config
     max_model_len = model_config.max_model_len
-    family = hf_config.family
     for name in _UNSUPPORTED:
         if reason := unsupported(name, getattr(params, name)):
             raise InvalidRequestError(
@@ -131,35 +131,26 @@ def _check_request(
         )
     check_tokens(prompt_token_ids, hf_config)
     prompt_length = len(prompt_token_ids)
-    if (
-        params.max_tokens is not None
-        and prompt_length + params.max_tokens > max_model_len
-    ):
+    gen_length = params.max_tokens
+    if gen_length is not None and prompt_length + gen_length > max_model_len:
         # Before anything is made for each token of the response.
         raise _too_long(
-            prompt_length,
-            params.max_tokens,
-            prompt_length + params.max_tokens,
-            max_model_len,
+            prompt_length, gen_length, prompt_length + gen_length, max_model_len
         )
     _check_length_chosen(params, engine)
     spec = resolve_decoding(params, prompt_length, hf_config, engine)
-    _check_given(spec.layout.template, spec.ends.tokens, hf_config)
+    layout = spec.layout
+    _check_given(layout.template, spec.ends.tokens, hf_config)
     _check_decision(spec)
-    if (
-        spec.layout.response_span.stop > max_model_len
-        or spec.layout.canvas_length > family.longest_canvas(max_model_len)
-    ):
-        fits = (
-            spec.layout.response_span.stop <= max_model_len
-        )  # but for the end of its last block
-        shorten = (
-            f"lower block_length={spec.layout.block_length}" if fits else "shorten one"
-        )
+    longest = hf_config.family.longest_canvas(max_model_len)
+    if layout.response_span.stop > max_model_len or layout.canvas_length > longest:
+        shorten = "shorten one"
+        if layout.response_span.stop <= max_model_len:  # but for its last block's end
+            shorten = f"lower block_length={layout.block_length}"
         raise _too_long(
             prompt_length,
-            spec.layout.gen_length,
-            spec.layout.canvas_length,
+            layout.gen_length,
+            layout.canvas_length,
             max_model_len,
             shorten,
         )
@@ -176,19 +167,15 @@ def _check_request(
     geometry = engine.geometry(
         hf_config, vllm_config.parallel_config.tensor_parallel_size
     )
-    # One block is vLLM's null block. The number is None until the engine has reported
-    # it.
-    num_pages = (
-        None
-        if (num_blocks := vllm_config.cache_config.num_gpu_blocks) is None
-        else num_blocks - 1
-    )
+    num_blocks = vllm_config.cache_config.num_gpu_blocks
     check_room(
         spec,
         engine,
         vllm_config.scheduler_config.max_num_batched_tokens,
         geometry,
-        num_pages,
+        # One block is vLLM's null block. The number is None until the engine has
+        # reported it.
+        None if num_blocks is None else num_blocks - 1,
     )
 
 
@@ -296,59 +283,44 @@ def _check_decision(spec: DecodingSpec) -> None:
 
 
 def _check_constraint(spec: DecodingSpec, min_tokens: int, max_search: int) -> None:
-    if not spec.text.is_constrained:
+    text, layout, ends = spec.text, spec.layout, spec.ends.tokens
+    if not text.is_constrained:
         return
-    ends = spec.ends.tokens
-    constraint = constraint_of(
-        spec.text.constraint, spec.ends.tokens, spec.text.reasoning
-    )
-    # What the text may be behind a block depends on all that is given there, and
-    # without an end token on the length.
-    is_whole = (
-        bool(spec.layout.template)
-        or not ends
-        or spec.schedule.block_add_threshold is not None
-    )
-    positions = (
-        spec.layout.gen_length
-        if is_whole
-        else min(spec.layout.block_length, spec.layout.gen_length)
-    )
+    constraint = constraint_of(text.constraint, ends, text.reasoning)
+    positions = layout.gen_length
+    shorten = "gen_length (max_tokens)"
+    if not layout.template and ends and spec.schedule.block_add_threshold is None:
+        # Elsewhere what the text may be behind a block depends on all that is given
+        # there, or on the length.
+        positions = min(layout.block_length, positions)
+        shorten = f"block_length={layout.block_length}"
     if (size := constraint.search_size) * positions > max_search:
-        shorten = (
-            "gen_length (max_tokens)"
-            if is_whole
-            else f"block_length={spec.layout.block_length}"
-        )
         raise InvalidRequestError(
             f"structured_outputs: a step searches {positions} positions of an "
             f"automaton of size {size}, together {size * positions}; "
             f"max_automaton_search is {max_search}: lower {shorten}, simplify the "
             f"expression or schema, or raise max_automaton_search"
         )
-    budget = spec.text.thinking_budget
-    first_end = spec.ends.earliest - spec.layout.prompt_length
-    if constraint.completable(spec.layout.response_template, first_end, budget)[0][0]:
+
+    def is_possible(first_end: int = 0, budget: int | None = None) -> bool:
+        template = layout.response_template
+        return bool(constraint.completable(template, first_end, budget)[0][0])
+
+    budget = text.thinking_budget
+    first_end = spec.ends.earliest - layout.prompt_length
+    if is_possible(first_end, budget):
         return
-    with_reasoning = (
-        ""
-        if spec.text.reasoning is None
-        else ", with the marker that ends reasoning before it"
-    )
-    if (
-        budget is not None
-        and constraint.completable(spec.layout.response_template, first_end)[0][0]
-    ):
+    if budget is not None and is_possible(first_end):
         reason = (
             f"thinking_token_budget={budget}: no response with such short reasoning is "
             f"possible; raise it"
         )
-    elif min_tokens and constraint.completable(spec.layout.response_template)[0][0]:
+    elif min_tokens and is_possible():
         reason = (
             f"min_tokens={min_tokens}: no text that structured_outputs accepts is so "
             f"long; lower min_tokens"
         )
-    elif spec.layout.template:
+    elif layout.template:
         reason = (
             "no text that structured_outputs accepts has the given tokens at their "
             "places and fills its holes"
@@ -360,15 +332,17 @@ def _check_constraint(spec: DecodingSpec, min_tokens: int, max_search: int) -> N
         )
     elif not ends:
         reason = (
-            f"no text that structured_outputs accepts has exactly {spec.layout.gen_length} "
+            f"no text that structured_outputs accepts has exactly {layout.gen_length} "
             f"tokens, and none may end it"
         )
     else:
         reason = (
-            f"gen_length={spec.layout.gen_length} (max_tokens) is too short for "
+            f"gen_length={layout.gen_length} (max_tokens) is too short for "
             f"structured_outputs: the shortest text that it accepts has {fewest} tokens"
         )
-    raise InvalidRequestError(reason + with_reasoning)
+    if text.reasoning is not None:
+        reason += ", with the marker that ends reasoning before it"
+    raise InvalidRequestError(reason)
 
 
 def resolved_params(

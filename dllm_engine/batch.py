@@ -124,7 +124,8 @@ def answer_lines(
     while pending or running:
         answers: list[Answer] = []
         while pending and len(running) < window:
-            line, fields = pending.popleft(), {}
+            line = pending.popleft()
+            fields = {}
             try:
                 request = BatchRequest.model_validate_json(line.text)
                 fields = {} if request.id is None else {"id": request.id}

@@ -204,7 +204,8 @@ class LLM(vllm.LLM):
                 f"template per prompt"
             )
         params = _diffusion_params(params)
-        tokenizer, max_model_len = self._tokenizer, self.model_config.max_model_len
+        tokenizer = self._tokenizer
+        max_model_len = self.model_config.max_model_len
         read = [tokenized(template, tokenizer, max_model_len) for template in templates]
         opened = self._opened(prompts, read, params)
         ranked = self._ranked_lengths(opened, params.n)

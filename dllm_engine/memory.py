@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from pydantic import (
@@ -124,27 +125,6 @@ class RequestDemand:
     """The reason why no more run; for 0 requests, why the engine would serve none."""
 
 
-@dataclass(frozen=True)
-class PlannedParams:
-    """Parameters of a planned request, which leaves everything but lengths open; like
-    vLLM's, which take seconds to import.
-    """
-
-    max_tokens: int
-    extra_args: dict[str, Any]
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    logit_bias: None = None
-    logprobs: None = None
-    thinking_token_budget: None = None
-    eos_token_id: None = None
-    stop_token_ids: tuple[int, ...] = ()
-    all_stop_token_ids: frozenset[int] = frozenset()
-
-
 class Sizing(Deployment):
     """A deployment with its open settings filled in, and what it takes. Everything is
     per GPU, or per process of a CPU.
@@ -182,7 +162,8 @@ def plan(d: Deployment) -> Sizing:
     not suit the model.
     """
     config = load_config(d.model)
-    family, tp = config.family, d.tensor_parallel_size
+    family = config.family
+    tp = d.tensor_parallel_size
     longest = canvas_limit(
         config, d.prompt, d.response, d.block_length, d.max_model_len
     )
@@ -243,17 +224,15 @@ def plan(d: Deployment) -> Sizing:
     if not demand.requests:
         raise ValueError(f"cache_method={demand.cache_method!r}: {demand.limit}")
     others = []
-    for method in (
-        name for name in methods_for(family.attention) if name != options.cache_method
-    ):
+    for method in methods_for(family.attention):
+        if method == options.cache_method:
+            continue
+        raw = options.model_dump() | {"cache_method": method, "cache_options": {}}
         try:
-            other = EngineOptions.parse(
-                options.model_dump() | {"cache_method": method, "cache_options": {}}
-            )
-            others.append(demand_of(other.with_paper_settings(d.model, family)))
-        except (
-            ValueError
-        ) as error:  # a page_size that does not suit this method, or a guide
+            other = EngineOptions.parse(raw).with_paper_settings(d.model, family)
+            others.append(demand_of(other))
+        # A page_size that does not suit this method, or a guide.
+        except ValueError as error:
             others.append(RequestDemand(method, {}, limit=str(error)))
     notes = []
     if getattr(config, "quantization_config", None) and Quantization.of(config) is None:
@@ -293,14 +272,11 @@ def request_demand(
     """
     assert d.max_model_len is not None
     method = options.method
-    defaults = {
-        name: value
-        for name, value in checkpoint_section(config).items()
-        if name == "block_length"
-    }
-    options_given = {"block_length": d.block_length} if d.block_length else {}
-    params: Any = PlannedParams(d.response, options_given)
+    section = checkpoint_section(config)
+    defaults = {name: section[name] for name in section if name == "block_length"}
+    own = {"block_length": d.block_length} if d.block_length else {}
     with_defaults = options.model_copy(update={"request_defaults": defaults})
+    params = planned_params(d.response, own)
     spec = resolve_decoding(params, d.prompt, config, with_defaults)
     for_pass = method.cost.num_bytes(d.max_num_batched_tokens, d.max_model_len)
     num_pages = pages_of_pool(room - for_pass, page_bytes)
@@ -309,7 +285,8 @@ def request_demand(
     longest = page_demand.longest(
         options.cache, config.family.longest_canvas(d.max_model_len)
     )
-    requests, limit = d.max_num_seqs, "max_num_seqs"
+    requests = d.max_num_seqs
+    limit = "max_num_seqs"
     if longest > num_pages:
         requests = 0
         more = "--gpu-memory or --tensor-parallel-size"
@@ -321,31 +298,47 @@ def request_demand(
             f"--prompt, --response or --max-model-len, retain less, or raise {more}"
         )
     elif pages and num_pages // pages < d.max_num_seqs:
-        requests, limit = num_pages // pages, "pages"
+        requests = num_pages // pages
+        limit = "pages"
     spec = replace(spec, guidance=None)
     retained = rows = num_steps = 0
     for step_plan, progress in method.steps(spec):
-        num_steps = num_steps + 1
-        rows = rows + step_plan.max_rows * method.cost.num_runs(spec, step_plan)
+        num_steps += 1
+        rows += step_plan.max_rows * method.cost.num_runs(spec, step_plan)
         if step_plan.retained > retained:
-            held = (
-                sum(page_demand.held(spec, progress.running)[PageKind.KV])
-                * geometry.page_size
-            )
-            retained = max(
-                retained, min(step_plan.retained, held // geometry.num_layers)
-            )
-    mean_rows = rows / num_steps
-    cache_options = options.cache.model_dump()
+            held = sum(page_demand.held(spec, progress.running)[PageKind.KV])
+            tokens_held = held * geometry.page_size // geometry.num_layers
+            retained = max(retained, min(step_plan.retained, tokens_held))
     return RequestDemand(
         options.cache_method,
-        cache_options,
-        retained,
-        pages,
-        pages * page_bytes,
-        mean_rows,
-        requests,
-        limit,
+        options.cache.model_dump(),
+        tokens_retained=retained,
+        pages=pages,
+        bytes=pages * page_bytes,
+        rows_per_step=rows / num_steps,
+        requests=requests,
+        limit=limit,
+    )
+
+
+def planned_params(gen_length: int, options: dict[str, Any]) -> Any:
+    """Parameters of a planned request, which leaves everything but lengths open; like
+    vLLM's, which take seconds to import.
+    """
+    return SimpleNamespace(
+        max_tokens=gen_length,
+        extra_args=options,
+        temperature=0.0,
+        top_p=1.0,
+        top_k=0,
+        min_tokens=0,
+        ignore_eos=False,
+        logit_bias=None,
+        logprobs=None,
+        thinking_token_budget=None,
+        eos_token_id=None,
+        stop_token_ids=(),
+        all_stop_token_ids=frozenset(),
     )
 
 
@@ -359,7 +352,8 @@ def canvas_limit(
     """``max_model_len``, by default the canvas of a request of these lengths; raises
     ``ValueError`` if out of range.
     """
-    canvas, most = prompt + response, config.longest_sequence
+    canvas = prompt + response
+    most = config.longest_sequence
     if attention_block := config.family.attention_block:
         canvas += -canvas % (block_length or attention_block)
     elif block_length is not None and not 1 <= block_length <= response:
@@ -440,9 +434,8 @@ def weight_bytes(
         + quantization.matrix_bytes(q, hidden)
     )
     norms_and_biases = 2 * hidden + config.include_qkv_bias * (q + 2 * kv)
-    norms_and_biases += (
-        2 * head_dim_of(config) if getattr(config, "qk_layernorm", False) else 0
-    )
+    if getattr(config, "qk_layernorm", False):
+        norms_and_biases += 2 * head_dim_of(config)
     rows = -(-config.vocab_size // VOCABULARY_PADDING) * VOCABULARY_PADDING // tp
     num_tables = 1 if config.tie_word_embeddings else 2
     total += dtype_bytes * (
@@ -502,7 +495,8 @@ def activation_bytes(
     """Estimate of what a forward pass over ``rows`` holds at most: the larger of a
     layer's two halves, counted tensor by tensor (the fused projections, RoPE in
     float32), or a chunk of logits that are filtered, which every rank gathers whole."""
-    tp, hidden = tensor_parallel_size, config.hidden_size
+    tp = tensor_parallel_size
+    hidden = config.hidden_size
     q, kv = _head_widths(config, tp)
     stream = 2 * hidden * dtype_bytes  # hidden states and their norm
     attention = (2 * q + 2 * kv + q) * dtype_bytes + 2 * FLOAT32_BYTES * q
@@ -535,6 +529,6 @@ def _head_widths(config: Any, tensor_parallel_size: int) -> tuple[int, int]:
     heads each is on several.
     """
     heads = config.num_attention_heads // tensor_parallel_size
-    return heads * head_dim_of(config), max(
-        1, config.num_key_value_heads // tensor_parallel_size
-    ) * head_dim_of(config)
+    kv_heads = max(1, config.num_key_value_heads // tensor_parallel_size)
+    head_dim = head_dim_of(config)
+    return heads * head_dim, kv_heads * head_dim

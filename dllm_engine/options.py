@@ -6,12 +6,12 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from dllm_engine.cache_methods import CACHE_METHODS, DEFAULT_METHODS, methods_for
 from dllm_engine.cache_methods.base import CacheMethod
 from dllm_engine.decoding.canvas_layout import CanvasLayout
-from dllm_engine.decoding.option_types import NotNegative, Positive
+from dllm_engine.decoding.option_types import NotNegative, Options, Positive
 from dllm_engine.decoding.page_layout import (
     GuideShape,
     PoolGeometry,
@@ -52,9 +52,7 @@ PAPER = "paper"
 class EngineOptions(BaseModel):
     """Options of one engine, the same in every process of it."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True
-    )
+    model_config = Options.model_config
 
     cache_method: str = "auto"
     """Method that decides what steps compute and keep in pages. ``"auto"``: ``"block"``

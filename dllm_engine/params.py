@@ -114,7 +114,8 @@ class DiffusionParams(_Fields):
                 raise
 
     def _check_lengths(self) -> None:
-        length, is_auto = self.gen_length, self.auto_length
+        length = self.gen_length
+        is_auto = self.auto_length
         if None not in (length, is_auto) and is_auto != (length == AUTO):
             raise InvalidRequestError(
                 f"gen_length={length!r} and auto_length={is_auto} say different things "

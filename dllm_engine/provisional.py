@@ -141,7 +141,8 @@ class BlockChanges:
         length = len(block.token_ids)
         if block.window != self._window:
             self._window = block.window
-            self._known, self._percents = [None] * length, {}
+            self._known = [None] * length
+            self._percents = {}
             sizes = (
                 "num_blocks",
                 "gen_length",

@@ -104,7 +104,8 @@ def method_text(method: str, options: dict[str, Any]) -> str:
 def explain(error: ValidationError, what: str, known: Iterable[str] = ()) -> str:
     """Errors of all fields as one text. ``what``: a word for a field, such as ``engine
     option``; may be empty. ``known``: names to tell for an unknown one."""
-    known, lines = list(known), []
+    known = list(known)
+    lines = []
     for detail in error.errors()[:_MOST_SHOWN]:
         name = cut(".".join(str(part) for part in detail["loc"]))
         value = shortened(detail["input"])

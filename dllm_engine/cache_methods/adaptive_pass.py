@@ -92,7 +92,8 @@ class AdaptivePass(LayerPass):
         self.features = FeatureTables(batch, pages, kept, pages.geometry.hidden_size)
         self.num_layers = pages.geometry.num_layers
         self.all_rows = self._split(batch.sizes)
-        refreshed, responses = [], []
+        refreshed = []
+        responses = []
         for i, plan in enumerate(batch.plans):
             first, stop = batch.bounds[i : i + 2]
             response = Span(

@@ -89,7 +89,8 @@ class CacheMethod:
         """Return True if a model's name selects settings of papers, and the settings
         that the model gets.
         """
-        papers, name = self.options.paper_settings, own_name(model)
+        papers = self.options.paper_settings
+        name = own_name(model)
         by_part = papers.get(family.name, {"": {}})
         told = next(
             (part for part in by_part if not part or has_word(name, part)), None
@@ -151,7 +152,8 @@ def plan_whole(spec: DecodingSpec, progress: Progress) -> StepPlan:
     beginning of the prompt, which alone is kept in pages.
     """
     visible = spec.layout.visible(spec.layout.span_of(progress.running))
-    start, keep = progress.num_shared, spec.num_sharable or 0
+    start = progress.num_shared
+    keep = spec.num_sharable or 0
     return plan_behind_prefix(
         spec, progress, start, visible.stop, keep, window_alone=False
     )

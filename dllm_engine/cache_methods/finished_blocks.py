@@ -27,10 +27,8 @@ def plan_blocks(spec: DecodingSpec, progress: Progress) -> StepPlan:
     """The first step of a block feeds what is finished before it and not kept yet (the
     prompt, or the block before), keeps that, and predicts the block in the same pass.
     The others feed the block alone."""
-    block, kept = (
-        spec.layout.from_block_start(spec.layout.span_of(progress.running)),
-        progress.retained,
-    )
+    block = spec.layout.from_block_start(spec.layout.span_of(progress.running))
+    kept = progress.retained
     final = block.start if progress.num_masked else tokens_kept(spec, progress.running)
     stop = block.stop
     if predicts_next(spec, progress):
@@ -52,7 +50,8 @@ def shorten(plan: StepPlan, spec: DecodingSpec, max_rows: int) -> StepPlan | Non
     ``max_rows``. The part fills nothing and has nothing of a method's own. None where
     no block fits.
     """
-    start, block = plan.span.start, spec.layout.from_block_start(plan.window)
+    start = plan.span.start
+    block = spec.layout.from_block_start(plan.window)
     stop = start + max_rows
     if spec.layout.attention == "block_causal":
         stop = spec.layout.block_start(stop)

@@ -55,10 +55,12 @@ def refresh_then_reuse(
     num_shared = progress.num_shared
     old, new = retain(spec, window, num_shared)
     if whole_is_due(spec, progress, update_step):
-        span, read = Span(num_shared, spec.layout.visible(window).stop), num_shared
+        span = Span(num_shared, spec.layout.visible(window).stop)
+        read = num_shared
         adds = [old, *new]
     else:
-        span, read = refreshed(spec, window, num_shared), num_shared + old.count
+        span = refreshed(spec, window, num_shared)
+        read = num_shared + old.count
         adds = [*new]
     if read:
         work = StepWork(RefreshState.REUSE, Scope.ACTIVE, span, read=read)

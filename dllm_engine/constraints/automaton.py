@@ -88,7 +88,8 @@ def distances(
     targets = targets[order]
     bounds = np.searchsorted(sources[order], np.arange(len(begins) + 1))
     distance = np.where(begins, 0, FAR)
-    count, latest = 0, np.flatnonzero(begins)
+    count = 0
+    latest = np.flatnonzero(begins)
     while latest.size:
         count += 1
         sizes = bounds[latest + 1] - bounds[latest]

@@ -149,7 +149,8 @@ class Constraint:
             else self.accepting
         ]
         for place in reversed(range(len(template))):
-            token, accepted = template[place], states[-1]
+            token = template[place]
+            accepted = states[-1]
             leeway = self.leeway(place, budget)
             if token is None:
                 states.append(

@@ -61,7 +61,8 @@ class Decision:
     @cached_property
     def packed(self) -> bytes:
         """The decision as bytes. ``unpacked_decision`` makes it a decision again."""
-        edges, ends = self.graph.edges, self.graph.ends.tolist()
+        edges = self.graph.edges
+        ends = self.graph.ends.tolist()
         spellings = [text.hex() for text in self.spellings]
         values = [None if each is None else [*each] for each in self.values]
         settings = [self.top_k, self.is_json, self.beginnings]

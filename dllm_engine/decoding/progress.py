@@ -124,7 +124,8 @@ class Progress:
         if retained is not None:
             self.retained = retained
             self.tokens_retained = max(self.tokens_retained, retained)
-            self.num_shared, self.num_anchored = spec.num_sharable or 0, 0
+            self.num_shared = spec.num_sharable or 0
+            self.num_anchored = 0
         self.num_forwards += 1
         if prefills:
             return
@@ -161,7 +162,8 @@ class Progress:
         """Let the next block join if enough of the last one is decided; return True if
         it joins.
         """
-        joining, left = self.running.stop, self.masked[-1]
+        joining = self.running.stop
+        left = self.masked[-1]
         if joining == spec.layout.num_blocks or self.ended or self.revises:
             return False
         enough = spec.schedule.block_add_threshold
@@ -171,7 +173,8 @@ class Progress:
         ):
             return False
         if self.step:
-            self.before, self.steps_before = self.running, self.step
+            self.before = self.running
+            self.steps_before = self.step
             self.step = self.post_steps = 0
         first = self.leftmost
         left_in_blocks = self.masked[first - self.running.first :]

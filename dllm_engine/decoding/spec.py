@@ -7,10 +7,9 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
 
 from dllm_engine.decoding.canvas_layout import Blocks, CanvasLayout
-from dllm_engine.decoding.option_types import Share
+from dllm_engine.decoding.option_types import Options, Share
 from dllm_engine.decoding.unmasking_policies import (
     UNMASKING_POLICIES,
     SlowFast,
@@ -37,12 +36,9 @@ most.
 """
 
 
-class CacheOptions(BaseModel):
+class CacheOptions(Options):
     """Options of a cache method; the methods without any use this class itself."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True
-    )
     paper_settings: ClassVar[PaperSettings] = {}
     tuned: ClassVar[TunedValues] = {}
 

@@ -226,7 +226,8 @@ def unmask_quota(
     cache if there are several blocks), or with several running blocks as well.
     """
     layout, schedule, parallel = spec.layout, spec.schedule, spec.unmasking.parallel
-    step, num_masked = progress.step, progress.num_masked
+    step = progress.step
+    num_masked = progress.num_masked
     begins_masked = step == 0 and not layout.is_given(window.start)
     first_position = Span(window.start, window.start + 1)
     quota = UnmaskQuota(window, num_masked, 1.0)

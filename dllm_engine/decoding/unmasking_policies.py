@@ -10,9 +10,9 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from dllm_engine.decoding.option_types import Count, Share
+from dllm_engine.decoding.option_types import Count, Options, Share
 from dllm_engine.entry_points import EntryPointGroup
 
 Measure = Literal["probability", "entropy", "margin", "noise", "position"]
@@ -118,7 +118,8 @@ def split_steps(steps: int, masks: Sequence[int]) -> tuple[int, ...]:
     earlier blocks first. So a step per mask of the response is one per mask in every
     block, and equal blocks get equally many."""
     others = [count - 1 for count in masks]
-    extra, total = steps - len(masks), max(sum(others), 1)
+    extra = steps - len(masks)
+    total = max(sum(others), 1)
     shares = [divmod(extra * count, total) for count in others]
     left_over = extra - sum(share for share, _ in shares)
     rounded_up = set(
@@ -185,14 +186,10 @@ def count_left(masks: int, steps: int, step: int) -> int:
     return int(np.float32(masks) * np.float32(1 - (step + 1) / steps))
 
 
-class SlowFast(BaseModel):
+class SlowFast(Options):
     """Options of SlowFast sampling (arXiv 2506.10848). The defaults are those of the
     authors' code; what differs in some families is ``ModelFamily.slow_fast``. All
     confidences are probabilities of the plain softmax."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True
-    )
 
     span_steps: Count = 6
     """Slow passes at the beginning of each span."""

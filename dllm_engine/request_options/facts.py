@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 
+from dllm_engine.decoding.option_types import Options
 from dllm_engine.decoding.unmasking_policies import Measure
 from dllm_engine.families import Attention
 
@@ -64,14 +64,10 @@ class Facts:
     """True if a decision may set it."""
 
 
-class OptionGroup(BaseModel):
+class OptionGroup(Options):
     """Request options that one file declares, gives defaults and refuses. They are None
     where a request does not set them.
     """
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True
-    )
 
     @classmethod
     @cache
@@ -82,7 +78,8 @@ class OptionGroup(BaseModel):
     @property
     def given(self) -> dict[str, Any]:
         """The options that are set."""
-        values, named = vars(self), self.model_fields_set
+        values = vars(self)
+        named = self.model_fields_set
         return {
             name: values[name]
             for name in self.facts()

@@ -74,7 +74,8 @@ def resolve_guidance(
 
 def check_guided(request: RequestContext, own: OptionGroup, guidance: Guidance) -> None:
     """Refuse what the guide has no use for, where the request itself names it."""
-    facts, params = own.facts(), request.params
+    facts = own.facts()
+    params = request.params
     for name, value in own.asked.items():
         if facts[name].decided_by_guide:
             raise refused(

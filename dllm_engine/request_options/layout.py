@@ -198,7 +198,8 @@ def resolve_layout(
     block_length = _block_length(request, own, options, gen_length)
     round_length = None
     if options.decoding in ("autoregressive", "self_speculation"):
-        round_length, block_length = block_length, 1
+        round_length = block_length
+        block_length = 1
     part = options.sub_block_length or block_length
     if block_length % part:
         if own.sub_block_length is not None:

@@ -58,7 +58,8 @@ def resolve_decoding(
     decision = decided = None
     if (packed := bytes_in(params, DECISION)) is not None:
         # Defaults, and a guide, are for generation alone.
-        options, guidance = own, None
+        options = own
+        guidance = None
         decision, decided = resolve_decision(request, own, packed)
     else:
         options, guidance = _generation(request, own)
@@ -124,10 +125,8 @@ def check_room(
         num_rows = spec.layout.canvas_length - (
             spec.layout.blocks_start if engine.method.keeps_for_good else 0
         )
-        what, remedy = (
-            f"the {num_rows} positions of a decision's pass",
-            "shorten the prompt, or ask for fewer fields",
-        )
+        what = f"the {num_rows} positions of a decision's pass"
+        remedy = "shorten the prompt, or ask for fewer fields"
     elif engine.method.shortened is None:
         num_rows, what, remedy = (
             spec.layout.canvas_length,

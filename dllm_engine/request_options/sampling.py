@@ -49,7 +49,8 @@ def resolve_sampling(
     top_p = params.top_p if options.top_p is None else options.top_p
     top_k = max(params.top_k if options.top_k is None else options.top_k, 0)
     if params.temperature == 0 and not request.family.filters_greedy:
-        top_p, top_k = 1.0, 0
+        top_p = 1.0
+        top_k = 0
     added = {
         token: number for token, number in (params.logit_bias or {}).items() if number
     }

@@ -154,7 +154,8 @@ def _run_builds(cache: _Cache) -> None:
 
 
 def _build_apart(cache: _Cache, build: _Build) -> Any:
-    wanted, process = build.wanted, _run_apart(cache, build)
+    wanted = build.wanted
+    process = _run_apart(cache, build)
     if not (status := process.returncode):
         return wanted.read(process.stdout)
     if status in (-signal.SIGXCPU, -signal.SIGALRM):
@@ -189,7 +190,8 @@ def _run_apart(cache: _Cache, build: _Build) -> subprocess.CompletedProcess[byte
         "TOKENIZERS_PARALLELISM": "false",
     }
     env = {**os.environ, "PYTHONPATH": paths, **one_core}
-    sent, pipe = pickle.dumps(build.wanted), subprocess.PIPE
+    sent = pickle.dumps(build.wanted)
+    pipe = subprocess.PIPE
     # In a session of its own, so that a server that is stopped by a signal to all
     # processes of its group can still finish requests.
     with subprocess.Popen(

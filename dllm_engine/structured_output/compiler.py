@@ -163,7 +163,8 @@ class _Rests:
         """The rests that begin with a byte, and the end, which a rest may be without a
         byte read.
         """
-        seen, numbers = {number}, [number]
+        seen = {number}
+        numbers = [number]
         for each in numbers:  # grows as it is read
             first, following = self.rests[each]
             fresh = [] if first else [rest for rest in following if rest not in seen]
@@ -321,7 +322,8 @@ def reasoning_automaton(
         np.flatnonzero(of_bytes.accepting)[0] if any_token else -1
     )
     free = token_automaton(of_bytes, vocabulary, most_states)
-    class_of, table = free.class_of.copy(), free.next_state
+    class_of = free.class_of.copy()
+    table = free.next_state
     ended = int(np.flatnonzero(free.accepting)[0])
     if end_token is not None:
         table = np.where(table == ended, -1, table)

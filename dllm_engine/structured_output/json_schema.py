@@ -92,7 +92,8 @@ def schema_expression(schema: Any, style: Style) -> Expression:
 
 class _Reader:
     def __init__(self, root: Any, style: Style) -> None:
-        self.root, self.style = root, style
+        self.root = root
+        self.style = style
         self.references = ["#"]
         """References that are being read."""
 
@@ -158,7 +159,8 @@ class _Reader:
     def _combined(
         self, keyword: str, schema: dict[str, Any], types: list[str] | None, path: str
     ) -> Expression:
-        value, here = schema[keyword], f"{path}/{keyword}"
+        value = schema[keyword]
+        here = f"{path}/{keyword}"
         if keyword == "$ref":
             target = self._target(value, here)
             if value in self.references:

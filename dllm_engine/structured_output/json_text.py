@@ -179,7 +179,8 @@ def _naturals(
     while low <= high:
         top = min(high, 10**length - 1)
         yield from _between(str(low).zfill(length), str(top).zfill(length))
-        low, length = top + 1, length + 1
+        low = top + 1
+        length = length + 1
 
 
 def _between(low: str, high: str) -> Iterator[tuple[Expression, ...]]:

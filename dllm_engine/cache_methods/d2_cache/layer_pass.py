@@ -101,8 +101,10 @@ class RolloutPass(LayerPass):
     """
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
-        self.batch, self.pages = batch, pages
-        num_rows, sizes = batch.bounds[-1], batch.sizes
+        self.batch = batch
+        self.pages = pages
+        num_rows = batch.bounds[-1]
+        sizes = batch.sizes
         lengths = [canvas.spec.layout.canvas_length for canvas in batch.canvases]
         self.tables = TokenTables(batch, pages)
         self.num_tokens = max(lengths)

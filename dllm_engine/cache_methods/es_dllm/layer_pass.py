@@ -192,7 +192,8 @@ class EarlySkipPass(LayerPass):
         """Return True if the next steps of a request keep as many rows, however many
         positions each of them fills.
         """
-        plan, canvas = self.batch.plans[index], self.batch.canvases[index]
+        plan = self.batch.plans[index]
+        canvas = self.batch.canvases[index]
         fewest = (
             min(self.options.cuts(self.num_layers).values(), default=1.0)
             if self.skips[index]
@@ -212,7 +213,8 @@ class EarlySkipPass(LayerPass):
         """Positions outside the window, of which some are copied, and of the window."""
         first, stop = (end - self.shift for end in self.batch.plans[index].window)
         canvas = np.arange(self.batch.canvases[index].spec.layout.canvas_length)
-        outside, window = np.delete(canvas, slice(first, stop)), canvas[first:stop]
+        outside = np.delete(canvas, slice(first, stop))
+        window = canvas[first:stop]
         return on_device(outside, self.batch.device), on_device(
             window, self.batch.device
         )
@@ -303,7 +305,8 @@ class EarlySkipPass(LayerPass):
         indicator = self.options.indicator
         slots = None if self.features is None else self.features.row_slots()
         run = LayersRun(self.tables.row_slots(), slots, self.stages[0])
-        x, rows = hidden, torch.arange(hidden.shape[0], device=hidden.device)
+        x = hidden
+        rows = torch.arange(hidden.shape[0], device=hidden.device)
         for index, layer in enumerate(layers):
             q, k, v = layer.qkv(layer.attn_norm(x), phases)
             cut = self.cuts.get(index)
@@ -410,7 +413,8 @@ class EarlySkipPass(LayerPass):
         if self.options.alpha == 1:
             return fresh.new_zeros(fresh.shape[0], dtype=torch.float32)
         if self.features is not None and run.feature_slots is not None:
-            slots, pages = run.feature_slots[layer], self.features.rows
+            slots = run.feature_slots[layer]
+            pages = self.features.rows
         else:
             slots = run.row_slots[layer]
             pages = self.pages.keys if indicator == "key" else self.pages.values
@@ -421,10 +425,8 @@ class EarlySkipPass(LayerPass):
         width = fresh.shape[1]
         if indicator != "hidden_state":
             # Every rank has its own heads; all must keep the same rows.
-            sums, width = (
-                tensor_model_parallel_all_reduce(sums),
-                width * get_tensor_model_parallel_world_size(),
-            )
+            sums = tensor_model_parallel_all_reduce(sums)
+            width = width * get_tensor_model_parallel_world_size()
         difference, square = sums / width
         return difference / (square.sqrt() + SMALLEST_NORM)
 

@@ -62,10 +62,8 @@ class ESDLLMOptions(EvictingOptions):
     def _falling(
         cls, value: tuple[tuple[float, float], ...]
     ) -> tuple[tuple[float, float], ...]:
-        fractions, depths = (
-            [fraction for fraction, _ in value],
-            [depth for _, depth in value],
-        )
+        fractions = [fraction for fraction, _ in value]
+        depths = [depth for _, depth in value]
         if not value or depths[0] != 0:
             raise ValueError("must begin with depth 0")
         if any(not 0 <= depth < 1 for depth in depths) or any(

@@ -79,7 +79,8 @@ def squeeze(
     """SqueezeAttention: of three clusters of layers, the least important keeps 40 % of
     the average. The others share the rest evenly."""
     is_least = _clusters(np.array(importance)) == 0
-    least, layers = np.count_nonzero(is_least), len(importance)
+    least = np.count_nonzero(is_least)
+    layers = len(importance)
     if least == layers:
         return [float(average)] * layers
     kept = average * SQUEEZE_SHARE

@@ -33,7 +33,8 @@ class HeadTables(BatchTables):
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         super().__init__(batch, PageKind.KV)
-        self.batch, self.pages = batch, pages
+        self.batch = batch
+        self.pages = pages
         device = batch.device
         num_layers = pages.geometry.num_layers
         heads = pages.num_kv_heads

@@ -92,7 +92,8 @@ class MaskKVPass(AdaptivePass):
         and values would have to be held beside the pages. So they run twice for
         ``measuring``. The host waits for what the first run has measured.
         """
-        batch, options = self.batch, self.options
+        batch = self.batch
+        options = self.options
         importance = {index: [0.0] * len(layers) for index in self.voting}
         if self.measuring:
             rows = torch.cat(
@@ -179,7 +180,8 @@ class MaskKVPass(AdaptivePass):
         n, (q, k, v) = computed.num_paged_rows, qkv
         if n == q.shape[0]:
             return super()._attend(run, layer, computed, rows, qkv)
-        own, lse = (q[n:], k[n:], v[n:]), None
+        own = (q[n:], k[n:], v[n:])
+        lse = None
         if SCORERS[self.options.scorer].needs_lse:
             out, lse = attention_with_lse(*own, computed.alone.bounds)
         else:
@@ -202,7 +204,8 @@ class MaskKVPass(AdaptivePass):
         k: Tensor,
         lse: Tensor | None,
     ) -> None:
-        canvas, heads = self.batch.canvases[index], k.shape[1]
+        canvas = self.batch.canvases[index]
+        heads = k.shape[1]
         spec, options, first_head = canvas.spec, self.options, self.pages.first_kv_head
         scorer = SCORERS[options.scorer]
         scored = ScoredLayer(

@@ -66,7 +66,8 @@ class SparsePass(AddingPass):
         return RetentionPass(batch, pages, _reading(batch))
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
-        self.options, self.pages = SparseOptions.of(batch.canvases[0].spec), pages
+        self.options = SparseOptions.of(batch.canvases[0].spec)
+        self.pages = pages
         self.shared = SharedCandidates.of(batch)
         reading = _reading(batch)
         adding = [
@@ -141,7 +142,8 @@ class SparsePass(AddingPass):
         added = self.added(index)
         if added is not None and self.options.refresh != "all":
             positions = self.positions_of(results[0][:, added])
-            canvas, read = self.batch.canvases[index], self.batch.plans[index].read
+            canvas = self.batch.canvases[index]
+            read = self.batch.plans[index].read
             if read and self.goes_on[index]:
                 positions = torch.cat((canvas.own.positions[:, :read], positions), 1)
             canvas.own = RetainedPositions(positions)
@@ -190,7 +192,8 @@ class SparsePass(AddingPass):
 
     def _with_shared(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the batch, and behind them those of shared candidates."""
-        slots, per_page = self.shared_slots[layer], self.pages.keys.shape[1]
+        slots = self.shared_slots[layer]
+        per_page = self.pages.keys.shape[1]
         places = slots // per_page, slots % per_page
         return (
             torch.cat((k, self.pages.keys[places])),
@@ -221,7 +224,8 @@ class SparsePass(AddingPass):
 
     def _scores(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Score of each of ``named_rows``, summed over this rank's heads; float32."""
-        options, batch = self.options, self.batch
+        options = self.options
+        batch = self.batch
         sizes = [
             sum(part.num_positions for part in batch.plans[i].adds)
             for i in self.updating
@@ -236,7 +240,8 @@ class SparsePass(AddingPass):
                 scores.append(mean_query_scores(q[window], k[candidates]))
                 continue
             rows, plan, scorer = batch.rows(i), batch.plans[i], SCORERS[options.scorer]
-            own, lse = (q[rows], k[rows], v[rows]), None
+            own = (q[rows], k[rows], v[rows])
+            lse = None
             if scorer.needs_lse:
                 _, lse = attention_with_lse(*own, [0, plan.span.size])
             numbers = layer, self.pages.first_kv_head, options.observation_window

@@ -114,7 +114,8 @@ def _plan_sharing(
     """Plan the steps of ``plan`` behind a shared beginning of the prompt, whose tokens
     are candidates for retention like all others.
     """
-    window, start = spec.layout.span_of(progress.running), progress.num_shared
+    window = spec.layout.span_of(progress.running)
+    start = progress.num_shared
     if progress.step > update_delay:
         work = StepWork(
             RefreshState.REUSE, Scope.ACTIVE, window, read=progress.retained
@@ -129,11 +130,13 @@ def _plan_sharing(
     else:
         reads, read, num_before, adds = RETAINED_PAGES, old.count, old.count, new
         span = refreshed(spec, window, start)
-    keeps, state = Span(start, start), RefreshState.REUSE
+    keeps = Span(start, start)
+    state = RefreshState.REUSE
     if progress.step < update_delay:
         adds = []
     if adds or start < (spec.num_sharable or 0):
-        keeps, state = Span(span.start, window.start), RefreshState.UPDATE
+        keeps = Span(span.start, window.start)
+        state = RefreshState.UPDATE
     scope = Scope.ACTIVE if read else Scope.ALL
     refresh = step_plan(spec, progress, StepWork(state, scope, span, read, adds))
     refresh.retained = num_before + sum(retention.count for retention in adds)
