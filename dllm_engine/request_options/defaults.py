@@ -3,7 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-from dllm_engine.decoding.unmasking_policies import PARALLEL_RULES, UNMASKING_POLICIES
+from dllm_engine.decoding.unmasking_policies import (
+    PARALLEL_RULES,
+    UNMASKING_POLICIES,
+    UnmaskingPolicy,
+)
 from dllm_engine.families import FAMILIES, released_defaults
 from dllm_engine.options import OPTIONS_KEY, EngineOptions, checkpoint_section
 from dllm_engine.request_options.cache import resolve_cache
@@ -67,35 +71,33 @@ def options_with_defaults(
     with what the request itself names: its policy, or else the policies that suit its
     other options.
     """
-    named = own.given
-    options = parse_request_options(with_defaults(named, defaults))
+    options = parse_request_options(with_defaults(own.given, defaults))
     policies = [
         policy
         for policy in UNMASKING_POLICIES.values()
         if own.unmasking in (None, policy.name)
     ]
-    suited = {}
-    for name in options.given:
-        facts = FACTS[name]
-        if facts.needs_measure is not None:
-            measures = facts.needs_measure.measures
-            suited[name] = [each for each in policies if each.measures in measures]
-        elif facts.one_of == "rules":
-            suited[name] = [*filter(PARALLEL_RULES[name].suits, policies)]
-        if facts.needs_decided:
-            kept = suited.get(name, policies)
-            suited[name] = [each for each in kept if not each.takes_back]
     if own.unmasking is None:
-        for name in own.asked:
-            if name in suited:
-                policies = [policy for policy in policies if policy in suited[name]]
-    left_out = [
+        policies = [
+            policy
+            for policy in policies
+            if all(_goes_with(name, policy) for name in own.asked)
+        ]
+    left_out = {
         name
-        for name, suited_policies in suited.items()
-        if not any(policy in suited_policies for policy in policies)
-    ]
+        for name in options.given
+        if not any(_goes_with(name, policy) for policy in policies)
+    }
     if options.unmasking not in [policy.name for policy in policies]:
-        left_out.append("unmasking")
-    return options.model_copy(
-        update=dict.fromkeys(name for name in left_out if name not in named)
-    )
+        left_out.add("unmasking")
+    return options.model_copy(update=dict.fromkeys(left_out - own.given.keys()))
+
+
+def _goes_with(name: str, policy: UnmaskingPolicy) -> bool:
+    """Return True if an option goes with a policy."""
+    facts = FACTS[name]
+    if facts.needs_decided and policy.takes_back:
+        return False
+    if facts.needs_measure is not None:
+        return policy.measures in facts.needs_measure.measures
+    return facts.one_of != "rules" or PARALLEL_RULES[name].suits(policy)

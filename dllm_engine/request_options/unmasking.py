@@ -198,8 +198,7 @@ def policy_and_rule(
         )
     rule = _rule(options, family)
     policy, rule = _suited(options, family, rule)
-    _check_measures(options, policy)
-    _check_decided(options, policy)
+    _check_needs(options, policy)
     if options.alg_temp and rule is not None:
         raise refused(
             f"alg_temp={options.alg_temp} draws a fixed count of positions, and "
@@ -212,21 +211,20 @@ def _suited(
     options: UnmaskingOptions, family: ModelFamily, rule: ParallelRule | None
 ) -> tuple[UnmaskingPolicy, ParallelRule | None]:
     """A policy, and the rule where it goes with it."""
+    policies = UNMASKING_POLICIES.values()
     policy = UNMASKING_POLICIES[options.unmasking or family.default_unmasking]
-    suited = [*UNMASKING_POLICIES.values()]
+    suited = [*policies]
     if rule is not None:
-        suited = [each for each in suited if PARALLEL_RULES[rule.kind].suits(each)]
+        declared = PARALLEL_RULES[rule.kind]
+        suited = [*filter(declared.suits, policies)]
     elif options.certainty_sigma is not None:
-        suited = [each for each in suited if each.measures in WEIGHTED_MEASURES]
-    if options.unmasking is None:
-        # The family's own where it suits, else one that like it measures before or
-        # after temperature and filters.
-        return max(
-            suited, key=lambda each: (each is policy, each.tempered == policy.tempered)
-        ), rule
+        suited = [each for each in policies if each.measures in WEIGHTED_MEASURES]
+    if options.unmasking is None and policy not in suited:
+        # One that like the family's own measures before or after temperature and
+        # filters.
+        return max(suited, key=lambda each: each.tempered == policy.tempered), rule
     if rule is None or policy in suited:
         return policy, rule
-    declared = PARALLEL_RULES[rule.kind]
     if declared.else_counted:
         return policy, None
     ((name, value),) = options.rules.items()
@@ -238,8 +236,10 @@ def _suited(
     )
 
 
-def _check_measures(options: OptionGroup, policy: UnmaskingPolicy) -> None:
-    """Refuse options that the policy measures nothing for."""
+def _check_needs(options: OptionGroup, policy: UnmaskingPolicy) -> None:
+    """Refuse options that the policy measures nothing for, and those for which decided
+    tokens must stay where it takes them back.
+    """
     facts = options.facts()
     for name, value in options.asked.items():
         need = facts[name].needs_measure
@@ -253,14 +253,6 @@ def _check_measures(options: OptionGroup, policy: UnmaskingPolicy) -> None:
                 f"{name}={value} {need.use}, which unmasking={policy.name!r} does not "
                 f"measure; choose {' or '.join(suited)}"
             )
-
-
-def _check_decided(options: OptionGroup, policy: UnmaskingPolicy) -> None:
-    """Refuse options for which decided tokens must stay, where the policy takes them
-    back.
-    """
-    facts = options.facts()
-    for name, value in options.asked.items():
         if policy.takes_back and facts[name].needs_decided:
             raise refused(
                 f"{name}={value} needs that decided tokens stay, and "
