@@ -11,7 +11,6 @@ from dllm_engine.cache_methods.base import CacheMethod, ScorerName
 from dllm_engine.cache_methods.window_refresh import (
     RefreshOptions,
     refresh_then_reuse,
-    refreshed,
     split,
     whole_is_due,
 )
@@ -23,10 +22,7 @@ from dllm_engine.decoding.spec import DecodingSpec, EvictingOptions, TunedValues
 from dllm_engine.decoding.step_plan import (
     RefreshState,
     Retention,
-    Scope,
     StepPlan,
-    StepWork,
-    step_plan,
 )
 
 RETAINED_PAGES = "retained"
@@ -103,54 +99,35 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     alone.
     """
     update_delay = SparseOptions.of(spec).update_delay
+    plan = refresh_then_reuse(spec, progress, update_delay, retain)
     if spec.num_sharable is None:
-        return refresh_then_reuse(spec, progress, update_delay, retain)
-    return _plan_sharing(spec, progress, update_delay)
-
-
-def _plan_sharing(
-    spec: DecodingSpec, progress: Progress, update_delay: int
-) -> StepPlan:
-    """Plan the steps of ``plan`` behind a shared beginning of the prompt, whose tokens
-    are candidates for retention like all others.
-    """
-    window = spec.layout.span_of(progress.running)
+        return plan
+    # Behind a shared beginning of the prompt, whose tokens are candidates for retention
+    # like all others.
     start = progress.num_shared
-    if progress.step > update_delay:
-        work = StepWork(
-            RefreshState.REUSE, Scope.ACTIVE, window, read=progress.retained
-        )
-        reuse = step_plan(spec, progress, work)
-        reuse.own = SharingStep(RETAINED_PAGES, Span(start, start))
-        return reuse
-    old, new = retain(spec, window, num_shared=0)
-    if whole_is_due(spec, progress, update_delay):
-        reads, read, num_before, adds = PageKind.KV, start, 0, [old, *new]
-        span = Span(start, spec.layout.visible(window).stop)
-    else:
-        reads, read, num_before, adds = RETAINED_PAGES, old.count, old.count, new
-        span = refreshed(spec, window, start)
+    reads = RETAINED_PAGES
     keeps = Span(start, start)
-    state = RefreshState.REUSE
-    if progress.step < update_delay:
-        adds = []
-    if adds or start < (spec.num_sharable or 0):
-        keeps = Span(span.start, window.start)
-        state = RefreshState.UPDATE
-    scope = Scope.ACTIVE if read else Scope.ALL
-    refresh = step_plan(spec, progress, StepWork(state, scope, span, read, adds))
-    refresh.retained = num_before + sum(retention.count for retention in adds)
-    refresh.own = SharingStep(reads, keeps)
-    return refresh
+    if progress.step <= update_delay:
+        if whole_is_due(spec, progress, update_delay):
+            reads = PageKind.KV
+        else:
+            plan.read -= start
+        if plan.adds or start < spec.num_sharable:
+            plan.state = RefreshState.UPDATE
+            keeps = Span(plan.span.start, plan.window.start)
+        before = plan.read if reads == RETAINED_PAGES else 0
+        plan.retained = before + sum(retention.count for retention in plan.adds)
+    plan.own = SharingStep(reads, keeps)
+    return plan
 
 
 def retain(
-    spec: DecodingSpec, window: Span, num_shared: int
+    spec: DecodingSpec, window: Span, _: int = 0
 ) -> tuple[Retention, list[Retention]]:
     """The retention ratio of all candidates, rounded down; with ``scope="prefix"`` what
     lies behind the window is retained whole. The part that only whole refreshes renew
     has its share, rounded down as well."""
-    options, (old, new) = SparseOptions.of(spec), split(spec, window, num_shared)
+    options, (old, new) = SparseOptions.of(spec), split(spec, window, num_shared=0)
     candidates, behind = (new[:1], new[1:]) if options.scope == "prefix" else (new, ())
     num_candidates = old.size + sum(span.size for span in candidates)
     old_count, count = (
@@ -163,7 +140,7 @@ def retain(
 
 
 def num_retained(spec: DecodingSpec, running: Blocks) -> int:
-    old, new = retain(spec, spec.layout.span_of(running), num_shared=0)
+    old, new = retain(spec, spec.layout.span_of(running))
     return old.count + sum(retention.count for retention in new)
 
 
