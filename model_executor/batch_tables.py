@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from dllm_engine.decoding.canvas_layout import Span
 from dllm_engine.decoding.page_layout import PageKind
@@ -58,10 +59,10 @@ class BatchTables:
     def slots(
         self,
         layer: int | slice,
-        requests: torch.Tensor,
-        items: torch.Tensor,
+        requests: Tensor,
+        items: Tensor,
         per_page: int,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Physical places, ``page · per_page + offset``, of items ``[n]`` in the tables
         of ``requests`` ``[n]``: int64 ``[n]``, or for a slice of the layers
         ``[num_layers, n]``."""
@@ -88,14 +89,14 @@ class FeatureTables(BatchTables):
         self.items = on_device(items, batch.device)
         """Number of each batch row's position in its span; negative: it is outside."""
 
-    def row_slots(self) -> torch.Tensor:
+    def row_slots(self) -> Tensor:
         """Row slots ``[num_layers, num_rows]``; −1 outside the spans."""
         slots = self.slots(
             ALL_LAYERS, self.requests, self.items.clamp(min=0), self.rows.shape[1]
         )
         return slots.masked_fill_(self.items < 0, -1)
 
-    def graph_inputs(self) -> list[torch.Tensor]:
+    def graph_inputs(self) -> list[Tensor]:
         return [self.requests, self.items, self.tables]
 
 
@@ -107,10 +108,10 @@ class KVTables:
     def __init__(
         self,
         pages: PageView,
-        tables: torch.Tensor,
-        head_len: torch.Tensor,
+        tables: Tensor,
+        head_len: Tensor,
         max_head_len: int,
-        first_read: torch.Tensor | None = None,
+        first_read: Tensor | None = None,
     ) -> None:
         """``tables``: int32 ``[num_layers, num_requests, most pages]``; ``head_len``:
         tokens that each request attends to, contiguous int32 ``[num_requests]``, of at
@@ -141,7 +142,7 @@ class KVTables:
             for table in tables.unbind()
         ]
 
-    def set_lengths(self, head_len: torch.Tensor) -> None:
+    def set_lengths(self, head_len: Tensor) -> None:
         """Set how many tokens each request attends to, in place. Requests behind those
         of ``head_len`` attend to none: what is left of their tables may be pages that
         are another's by now."""
@@ -200,11 +201,11 @@ class TokenTables(BatchTables, KVTables):
                     f"many it needs"
                 )
 
-    def row_slots(self) -> torch.Tensor:
+    def row_slots(self) -> Tensor:
         """Physical slots ``[num_layers, num_rows, num_kv_heads]``."""
         return self.token_slots(ALL_LAYERS, self.requests, self.positions)
 
-    def graph_inputs(self) -> list[torch.Tensor]:
+    def graph_inputs(self) -> list[Tensor]:
         return [
             self.tables,
             self.head_len,
@@ -214,8 +215,8 @@ class TokenTables(BatchTables, KVTables):
         ]
 
     def token_slots(
-        self, layer: int | slice, requests: torch.Tensor, tokens: torch.Tensor
-    ) -> torch.Tensor:
+        self, layer: int | slice, requests: Tensor, tokens: Tensor
+    ) -> Tensor:
         """Physical slots of tokens, as of ``slots``: ``[n, num_kv_heads]``, or of a
         slice of the layers.
         """

@@ -7,6 +7,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dllm_engine.decoding.canvas_layout import Span
 from dllm_engine.decoding.step_plan import StepPlan, may_fill
@@ -39,7 +40,7 @@ class BatchCandidates:
     request; its index in its request's span (positions that are only observed come
     last); its canvas position; its index into the ``CanvasStore``; the batch row that
     predicts it; and a sum of ``ONLY_OBSERVED`` and ``UNFINISHED``."""
-    table: torch.Tensor
+    table: Tensor
     """The same on the device."""
 
     def __post_init__(self) -> None:
@@ -117,7 +118,7 @@ class BatchCandidates:
         return cls(batch, spans, members, columns, on_device(columns, batch.device))
 
     def of_finished(
-        self, finished: torch.Tensor, num_finished: Sequence[int]
+        self, finished: Tensor, num_finished: Sequence[int]
     ) -> "BatchCandidates":
         """Select those that are predicted by a row of ``finished`` ``[num_rows]`` bool,
         of which a request has ``num_finished``. Which these are only the device knows,
@@ -179,7 +180,7 @@ class BatchCandidates:
         return max(self.spans[i].size for i in self.members)
 
     @cached_property
-    def certainty(self) -> torch.Tensor | None:
+    def certainty(self) -> Tensor | None:
         """Factor of each candidate's confidence by the prior of its request, float32
         ``[num_candidates]``, from the tokens known when the step was laid out; None: no
         request has a prior."""
@@ -202,7 +203,7 @@ class BatchCandidates:
         return on_device(weights, self.table.device, torch.float32)
 
     @cached_property
-    def responses(self) -> torch.Tensor | None:
+    def responses(self) -> Tensor | None:
         """Request and place of every position of the responses that delay end tokens,
         int64 ``[2, n]``; None: none does."""
         canvases = self.batch.canvases
@@ -235,7 +236,7 @@ class BatchCandidates:
 
     def split(
         self, statistics: TokenStatistics
-    ) -> Iterator[tuple[int, torch.Tensor, TokenStatistics]]:
+    ) -> Iterator[tuple[int, Tensor, TokenStatistics]]:
         """Yield the number in the batch of each request that has candidates, with their
         positions and statistics.
         """

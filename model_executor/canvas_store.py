@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dllm_engine.constraints.constraint import constraint_of
 from dllm_engine.decoding.canvas_layout import Span
@@ -35,16 +36,16 @@ class Canvas:
     """First index of its part of the ``CanvasStore``. The next two are views of that
     part.
     """
-    tokens: torch.Tensor
+    tokens: Tensor
     """``[canvas_length]`` int64: the prompt, then the response, masked positions
     holding the mask token.
     """
-    masked: torch.Tensor
+    masked: Tensor
     """``[canvas_length]`` bool."""
     logprobs: TokenLogprobs | None = None
     """Log-probabilities at each canvas position, from the last step that predicted it;
     None if the request asks for none."""
-    confidences: torch.Tensor | None = None
+    confidences: Tensor | None = None
     """``[canvas_length]`` float32: probability of each position's token, from the last
     step that predicted it (NaN before the first); None if the request does not stream
     by step."""
@@ -76,7 +77,7 @@ class Canvas:
         """
         self.last_unmasked: list[int] = []
         """Positions that the last step filled, ascending."""
-        self.page_tables: dict[str, torch.Tensor] = {}
+        self.page_tables: dict[str, Tensor] = {}
         """Page ids per ``PageKind``, ``[num_layers, most pages of a layer]`` int32; a
         layer with fewer is padded.
         """
@@ -234,14 +235,12 @@ class CanvasStore:
             )
         self.canvases[request_id] = canvas
 
-    def fill(
-        self, places: torch.Tensor, tokens: torch.Tensor, chosen: torch.Tensor
-    ) -> None:
+    def fill(self, places: Tensor, tokens: Tensor, chosen: Tensor) -> None:
         """Unmask the ``chosen`` ones of ``places`` with ``tokens``; ``[n]`` each."""
         self.tokens[places] = torch.where(chosen, tokens, self.tokens[places])
         self.masked[places] = self.masked[places] & ~chosen
 
-    def take_back(self, places: torch.Tensor, chosen: torch.Tensor) -> None:
+    def take_back(self, places: Tensor, chosen: Tensor) -> None:
         """Make the ``chosen`` ones of ``places`` masks again; ``[n]`` each."""
         tokens = self.tokens[places]
         self.tokens[places] = tokens.masked_fill(chosen, self.mask_token_id)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from dllm_engine.decoding.messages import Failures
 from dllm_engine.decoding.step_plan import StepPlan
@@ -42,7 +43,7 @@ class Denoiser:
 
     def forward(
         self, batch: StepBatch, layer_pass: LayerPass
-    ) -> tuple[torch.Tensor, Results]:
+    ) -> tuple[Tensor, Results]:
         """Hidden states of a batch's rows, ``[num_rows, hidden_size]``, to be read
         before the next pass, and the results of the pass.
         """
@@ -57,7 +58,7 @@ class Denoiser:
 
     def predict_and_unmask(
         self,
-        hidden: torch.Tensor,
+        hidden: Tensor,
         groups: list[BatchCandidates],
         plans: Sequence[StepPlan],
         observe: Observe | None,
@@ -91,7 +92,7 @@ class Denoiser:
         return filled + guided, failures | failed
 
     def _fill(
-        self, hidden: torch.Tensor, group: BatchCandidates, plans: Sequence[StepPlan]
+        self, hidden: Tensor, group: BatchCandidates, plans: Sequence[StepPlan]
     ) -> tuple[Filled, TokenStatistics]:
         """Predict candidates of equal settings in one pass through the head, and unmask
         the plans' quotas of them.
@@ -232,14 +233,12 @@ def _constrained_rows(group: BatchCandidates) -> list[ConstrainedRows]:
     return constrained
 
 
-def _record(
-    canvas: Canvas, positions: torch.Tensor, statistics: TokenStatistics
-) -> None:
+def _record(canvas: Canvas, positions: Tensor, statistics: TokenStatistics) -> None:
     """Keep what a request asks to know of its predictions. What is kept of a decided
     position is that of the step that wrote its token."""
     written = required(statistics.written)
 
-    def keep(kept: torch.Tensor, made: torch.Tensor) -> None:
+    def keep(kept: Tensor, made: Tensor) -> None:
         kept[positions] = torch.where(
             written.view(-1, *[1] * (made.dim() - 1)), made, kept[positions]
         )

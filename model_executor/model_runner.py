@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, NoReturn, cast
 
 import torch
+from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
 from vllm.model_executor.model_loader import get_model
@@ -97,7 +98,7 @@ class DiffusionModelRunner:
         page table is another.
         """
         # vLLM's CPU worker reads it; there are none outside the page pool.
-        self.kv_caches: list[torch.Tensor] = []
+        self.kv_caches: list[Tensor] = []
 
     # Called by the worker once
 

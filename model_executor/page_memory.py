@@ -6,6 +6,7 @@ from functools import cached_property
 from itertools import chain
 
 import torch
+from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
@@ -45,9 +46,9 @@ class PagePoolSpec(FullAttentionSpec):
 class PageView:
     """The pool's pages as keys and values of some model's heads."""
 
-    keys: torch.Tensor
+    keys: Tensor
     """``[num_pages, slots_per_page, head_dim]``"""
-    values: torch.Tensor
+    values: Tensor
     """As ``keys``."""
     page_size: int
     """Tokens per page."""
@@ -56,24 +57,24 @@ class PageView:
 
     def write(
         self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        slots: torch.Tensor,
-        rows: torch.Tensor | None = None,
+        k: Tensor,
+        v: Tensor,
+        slots: Tensor,
+        rows: Tensor | None = None,
     ) -> None:
         """Write keys and values ``[n, num_kv_heads, head_dim]`` to physical slots, as
         ``write_kv`` does.
         """
         write_kv(k, v, self.keys, self.values, slots, rows)
 
-    def slots(self, places: torch.Tensor) -> torch.Tensor:
+    def slots(self, places: Tensor) -> Tensor:
         """Physical slots, int64 ``[..., num_kv_heads]``, of tokens at places ``page ·
         page_size + offset``, int64 ``[...]``; below 0, where ``write`` keeps nothing,
         where a place is −1."""
         return places[..., None] * self.num_kv_heads + self.heads
 
     @cached_property
-    def heads(self) -> torch.Tensor:
+    def heads(self) -> Tensor:
         """Numbers of the heads, int64."""
         return torch.arange(self.num_kv_heads, device=self.keys.device)
 
@@ -132,7 +133,7 @@ class PageMemory(PageView):
         return PageView(keys, values, page_size, num_kv_heads)
 
 
-def page_table(page_ids: list[list[int]], device: torch.device) -> torch.Tensor:
+def page_table(page_ids: list[list[int]], device: torch.device) -> Tensor:
     """Page ids of each layer as one table, ``[num_layers, most pages of a layer]``
     int32.
     """

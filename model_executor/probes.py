@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dllm_engine.kernels.sampling import Counters
 from dllm_engine.model_executor.graphs.recording import padded
@@ -98,7 +99,7 @@ def masked_logprobs(
     return [part.tolist() for part in logprobs.split(list(map(len, masked)), dim=1)]
 
 
-def _limits(positions: torch.Tensor, block_length: int | None) -> torch.Tensor | None:
+def _limits(positions: Tensor, block_length: int | None) -> Tensor | None:
     """End of each position's block, as limits of ``RowBounds``."""
     return (
         None

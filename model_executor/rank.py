@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from dllm_engine.model_executor.batch_tables import padded_width
 from dllm_engine.model_executor.canvas_store import CanvasStore
@@ -25,7 +26,7 @@ class Rank:
     model: DiffusionDecoder
     predictor: TokenPredictor
     guide: Guide | None
-    end_tokens: torch.Tensor
+    end_tokens: Tensor
     """End tokens of the model, int64."""
     store: CanvasStore
     max_model_len: int

@@ -7,6 +7,7 @@ from itertools import accumulate, takewhile
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dllm_engine.decoding.canvas_layout import Span
 from dllm_engine.decoding.step_plan import Scope, StepPlan
@@ -16,7 +17,7 @@ from dllm_engine.model_executor.transfer import on_device
 RowPositions = Callable[[StepPlan, Canvas], np.ndarray]
 """The canvas positions of a plan's rows, ascending, on the host."""
 
-Rows = torch.Tensor | slice
+Rows = Tensor | slice
 """Some rows of a batch: their indices, or a slice."""
 
 
@@ -27,7 +28,7 @@ class RowBounds:
         self,
         sizes: Sequence[int],
         device: torch.device,
-        limits: torch.Tensor | None = None,
+        limits: Tensor | None = None,
     ) -> None:
         """``limits``: how many of its request's keys each row attends to, int32
         ``[num_rows]``; None: all of them.
@@ -40,7 +41,7 @@ class RowBounds:
         """True if ``cu_seqlens`` alone has the bounds."""
 
     @cached_property
-    def cu_seqlens(self) -> torch.Tensor:
+    def cu_seqlens(self) -> Tensor:
         """The bounds on the device, int32."""
         return on_device(self.bounds, self.device, torch.int32)
 
@@ -59,7 +60,7 @@ class SplitRows(RowBounds):
         sizes: Sequence[int],
         alone: Sequence[bool],
         device: torch.device,
-        limits: torch.Tensor | None = None,
+        limits: Tensor | None = None,
     ) -> None:
         """``alone``: requests that need no pages. A request followed by one that needs
         pages counts as needing them.
@@ -80,7 +81,7 @@ class SplitRows(RowBounds):
         ``num_paged_rows``.
         """
 
-    def graph_inputs(self) -> list[torch.Tensor]:
+    def graph_inputs(self) -> list[Tensor]:
         return [part.cu_seqlens for part in (self.paged, self.alone) if any(part.sizes)]
 
 
@@ -135,9 +136,7 @@ class RowChoice:
                 (starts + numbers[:size], first_places + numbers[:count])
             )
 
-    def by_group(
-        self, values: torch.Tensor
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def by_group(self, values: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Values, rows to choose from, and places of those chosen, of each group;
         ``values`` ``[..., n]`` are of the rows ``chosen_from``, and become ``[...,
         group, rows]``."""
@@ -145,9 +144,7 @@ class RowChoice:
         for part, (others, places) in zip(parts, self.groups, strict=True):
             yield part.unflatten(-1, others.shape), others, places
 
-    def rows(
-        self, values: torch.Tensor, choose: Callable[..., torch.Tensor]
-    ) -> torch.Tensor:
+    def rows(self, values: Tensor, choose: Callable[..., Tensor]) -> Tensor:
         """The computed rows. ``choose(values, count=count)`` gives the indices of those
         chosen, ``[group, count]``, from the values of a group."""
         rows = torch.empty(sum(self.sizes), dtype=torch.int64, device=self.fixed.device)
@@ -156,7 +153,7 @@ class RowChoice:
             rows[places] = others.gather(1, choose(part, count=places.shape[1]))
         return rows
 
-    def graph_inputs(self) -> list[torch.Tensor]:
+    def graph_inputs(self) -> list[Tensor]:
         return [
             self.fixed,
             self.fixed_places,
@@ -234,7 +231,7 @@ class StepBatch(RowBounds):
             ordered,
         )
 
-    def _limits(self) -> torch.Tensor | None:
+    def _limits(self) -> Tensor | None:
         specs = [canvas.spec for canvas in self.canvases]
         if any(spec.layout.attention == "full" for spec in specs):
             return None
@@ -277,7 +274,7 @@ class StepBatch(RowBounds):
         return SplitRows(self.sizes, alone, self.device, self.limits)
 
     @cached_property
-    def requests(self) -> torch.Tensor:
+    def requests(self) -> Tensor:
         """``[num_rows]`` int64: the request that each row belongs to."""
         return on_device(np.repeat(np.arange(len(self.sizes)), self.sizes), self.device)
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 from vllm.distributed.parallel_state import GroupCoordinator
 
 from dllm_engine.decoding.spec import DecodingSpec
@@ -113,7 +114,7 @@ class Demands(NamedTuple):
     """
     constrained: Sequence[ConstrainedRows] = ()
     """None of the rows, or all, request by request."""
-    options: torch.Tensor | None = None
+    options: Tensor | None = None
     """``[num_rows, 2]``: the only tokens that a constrained row may get; −1 in rows
     that may get any.
     """
@@ -127,7 +128,7 @@ class TokenPredictor:
 
     def __init__(
         self,
-        compute_logits: Callable[[torch.Tensor], VocabularyShard],
+        compute_logits: Callable[[Tensor], VocabularyShard],
         vocab_size: int,
         mask_token_id: int,
         tp_group: GroupCoordinator,
@@ -142,7 +143,7 @@ class TokenPredictor:
 
     def predict(
         self,
-        hidden: torch.Tensor,
+        hidden: Tensor,
         settings: SamplingSettings,
         counters: Counters | None,
         wanted: Wanted,
@@ -190,13 +191,13 @@ class TokenPredictor:
         return parts[0] if len(parts) == 1 else TokenStatistics.concatenated(parts)
 
     def logprobs_at(
-        self, hidden: torch.Tensor, asked: Sequence[tuple[slice, torch.Tensor]]
-    ) -> list[torch.Tensor]:
+        self, hidden: Tensor, asked: Sequence[tuple[slice, Tensor]]
+    ) -> list[Tensor]:
         """Log-probabilities of some tokens, int64 ``[num_tokens]``, at some rows, under
         the plain softmax of the rows' logits: float32 ``[num_rows, num_tokens]`` for
         each pair that is ``asked``.
         """
-        parts: list[list[torch.Tensor]] = [[] for _ in asked]
+        parts: list[list[Tensor]] = [[] for _ in asked]
         for chunk in self._chunks(hidden):
             shard = self.compute_logits(hidden[chunk])
             totals = log_totals(shard[0], self.tp_group)
@@ -209,9 +210,7 @@ class TokenPredictor:
                 part.append(values - totals[own, None])
         return [torch.cat(part) for part in parts]
 
-    def logprobs_of(
-        self, hidden: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor
-    ) -> torch.Tensor:
+    def logprobs_of(self, hidden: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
         """Log-probabilities, float32 ``[2, num_tokens]``, of tokens, int64
         ``[num_tokens]``, each at the row beside it, and of the likeliest token there,
         under the plain softmax of the row's logits.
@@ -230,9 +229,7 @@ class TokenPredictor:
             logprobs[:, own] = torch.stack([asked, likeliest[here]])
         return logprobs
 
-    def _chunks(
-        self, hidden: torch.Tensor, least_rows: int = LEAST_ROWS
-    ) -> list[slice]:
+    def _chunks(self, hidden: Tensor, least_rows: int = LEAST_ROWS) -> list[slice]:
         """Rows of ``hidden`` that go through the head together."""
         on_gpu = hidden.device.type != "cpu"
         return head_chunks(
@@ -248,7 +245,7 @@ class _Chunk:
     def __init__(
         self,
         predictor: TokenPredictor,
-        hidden: torch.Tensor,
+        hidden: Tensor,
         rows: slice,
         settings: SamplingSettings,
         counters: Counters | None,
@@ -285,7 +282,7 @@ class _Chunk:
         )
 
     @cached_property
-    def drawn_from(self) -> tuple[torch.Tensor, float]:
+    def drawn_from(self) -> tuple[Tensor, float]:
         """Logits that tokens are drawn from, after the filters, and the temperature
         that is left to draw at.
         """
@@ -296,7 +293,7 @@ class _Chunk:
         return filtered_logits(self.logits, *filters, self.mask_column), 1.0
 
     @cached_property
-    def scores(self) -> torch.Tensor:
+    def scores(self) -> Tensor:
         """Scores by which the tokens of constrained rows win, ``[num_rows,
         num_tokens]``: logits, or logits with noise; −∞ for all but the ``options``."""
         if self.settings.temperature == 0:
@@ -322,7 +319,7 @@ class _Chunk:
             (tokens == first) | (tokens == second) | (first < 0), scores, -torch.inf
         )
 
-    def class_maxima(self) -> list[torch.Tensor]:
+    def class_maxima(self) -> list[Tensor]:
         """Best score of each class in each row of each constrained response."""
         return [
             class_maxima(
@@ -334,7 +331,7 @@ class _Chunk:
     def statistics(
         self,
         wanted: Wanted,
-        classes: torch.Tensor | None,
+        classes: Tensor | None,
     ) -> TokenStatistics:
         """Predictions of the rows: of the best token, or with ``classes``, of all rows
         that are predicted, the best token of each row's class."""
@@ -432,14 +429,14 @@ class _Chunk:
             )
         return result
 
-    def _gather(self, values: torch.Tensor) -> torch.Tensor:
+    def _gather(self, values: Tensor) -> Tensor:
         return gather_from_ranks(values, self.tp_group)
 
 
 @cache  # recorded steps go on to read them
 def _columns(
     tokens: frozenset[int], first_token: int, num_tokens: int, device: torch.device
-) -> torch.Tensor:
+) -> Tensor:
     """Columns of the tokens that a shard has, int64."""
     columns = [token - first_token for token in sorted(tokens)]
     return on_device([column for column in columns if 0 <= column < num_tokens], device)

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from vllm.distributed.parallel_state import GroupCoordinator
 
 
@@ -12,7 +13,7 @@ def on_device(
     values: Sequence[Any] | np.ndarray,
     device: torch.device,
     dtype: torch.dtype = torch.int64,
-) -> torch.Tensor:
+) -> Tensor:
     """Copy numbers from the host to the device, without waiting for it. On a CPU the
     tensor shares the memory of ``values`` where these are an array of that type."""
     host_values = torch.as_tensor(values, dtype=dtype)
@@ -24,7 +25,7 @@ def on_device(
     )
 
 
-def on_host(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
+def on_host(tensors: Sequence[Tensor]) -> list[np.ndarray]:
     """Copy tensors from the device to the host. However many they are, the device is
     waited for once. On a CPU the array of a single tensor shares its memory."""
     if len(tensors) < 2:
@@ -41,7 +42,7 @@ def on_host(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
     ]
 
 
-def gather_from_ranks(values: torch.Tensor, tp_group: GroupCoordinator) -> torch.Tensor:
+def gather_from_ranks(values: Tensor, tp_group: GroupCoordinator) -> Tensor:
     """Gather ``values`` of every rank, of any type but of one shape, in rank order:
     ``[num_ranks, *values.shape]``.
     """
@@ -53,7 +54,7 @@ def gather_from_ranks(values: torch.Tensor, tp_group: GroupCoordinator) -> torch
     return torch.stack(received)
 
 
-def gather_shards(values: torch.Tensor, tp_group: GroupCoordinator) -> torch.Tensor:
+def gather_shards(values: Tensor, tp_group: GroupCoordinator) -> Tensor:
     """Gather ``values`` of every rank side by side. The last dimension may differ, as
     shards of a vocabulary do. With several ranks this waits for the device.
     """

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from dllm_engine.model_executor.batch_tables import KVTables
 from dllm_engine.model_executor.canvas_store import SPARE
@@ -116,7 +117,7 @@ class ForwardGraph:
         self.cu_seqlens = (rows.paged if size.reads else rows.alone).cu_seqlens
         self.size, self.max_head_len = size, 0
         self.tokens: KVTables | None = None
-        self.row_slots: torch.Tensor | None = None
+        self.row_slots: Tensor | None = None
         own_pass: LayerPass = DensePass(rows.alone)
         if pages is not None and (size.reads or size.adds):
             self.max_head_len = rank.max_pages * pages.page_size
@@ -135,9 +136,7 @@ class ForwardGraph:
         self.launch = lambda: model(store.tokens[places], positions, own_pass)[0]
         self.replay = record(self.launch)
 
-    def __call__(
-        self, batch: StepBatch, layer_pass: PagedPass | DensePass
-    ) -> torch.Tensor:
+    def __call__(self, batch: StepBatch, layer_pass: PagedPass | DensePass) -> Tensor:
         """Hidden states ``[num_rows of the batch, hidden_size]``, until the next replay
         of any graph.
         """
@@ -146,7 +145,7 @@ class ForwardGraph:
         ):  # else it runs on what the last step left
             self._take(batch, layer_pass)
             self.holds = layer_pass
-        hidden: torch.Tensor = self.replay()
+        hidden: Tensor = self.replay()
         return hidden[: batch.bounds[-1]]
 
     def fill_up(self, page: int) -> int:
@@ -220,7 +219,7 @@ class LayoutGraph:
 
     def __call__(
         self, batch: StepBatch, layer_pass: LayerPass
-    ) -> tuple[torch.Tensor, Results]:
+    ) -> tuple[Tensor, Results]:
         """Hidden states ``[num_rows, hidden_size]``, until the next replay of any
         graph, and the results of the pass.
         """
@@ -242,7 +241,7 @@ class LayoutGraph:
         return hidden[: batch.bounds[-1]], [result.clone() for result in results]
 
     @staticmethod
-    def _inputs(batch: StepBatch, layer_pass: LayerPass) -> list[torch.Tensor]:
+    def _inputs(batch: StepBatch, layer_pass: LayerPass) -> list[Tensor]:
         """Copies of the places and positions of rows, and ``GraphParts.inputs``."""
         parts = layer_pass.graph_parts()
         assert parts is not None

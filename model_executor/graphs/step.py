@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dllm_engine.decoding.step_plan import RefreshState
 from dllm_engine.model_executor.candidates import ONLY_OBSERVED, BatchCandidates
@@ -120,7 +121,7 @@ class FillingGraph:
         self.holds = self.numbers = None
 
     def __call__(
-        self, hidden: torch.Tensor, group: BatchCandidates, numbers: RequestNumbers
+        self, hidden: Tensor, group: BatchCandidates, numbers: RequestNumbers
     ) -> tuple[Filled, TokenStatistics]:
         """``hidden`` covers all rows of the batch. The statistics last until the next
         replay of any graph.
@@ -161,7 +162,7 @@ class StepGraphs:
         self.rank, self.record, self.store = rank, record, rank.store
         self.launches_before = 0
         """Times that work of a kind is launched before it is recorded."""
-        self.tokens: torch.Tensor | None = None
+        self.tokens: Tensor | None = None
         self._forget_outdated()
 
     def _forget_outdated(self) -> None:
@@ -214,7 +215,7 @@ class StepGraphs:
 
     def forward(
         self, batch: StepBatch, layer_pass: LayerPass
-    ) -> tuple[torch.Tensor, Results] | None:
+    ) -> tuple[Tensor, Results] | None:
         """Hidden states ``[num_rows, hidden_size]``, to be read before the next step,
         and the results of the pass; None: launch it.
         """
@@ -238,7 +239,7 @@ class StepGraphs:
 
     def fill(
         self,
-        hidden: torch.Tensor,
+        hidden: Tensor,
         group: BatchCandidates,
         work: FillWork,
         numbers: RequestNumbers,

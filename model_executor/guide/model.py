@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import Tensor
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
@@ -249,9 +250,7 @@ class Guide:
                 draft.guided.append(token)
         return None
 
-    def _judge(
-        self, hidden: torch.Tensor, drafted: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _judge(self, hidden: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor]:
         """Ranks of the drafted tokens and the guide's own, ``[num_rows]`` each."""
         logits = gather_shards(
             self.model.compute_logits(hidden).logits, get_tp_group()

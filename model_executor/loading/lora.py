@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from vllm.config import VllmConfig
 
 from dllm_engine.model_executor.loading.files import (
@@ -98,8 +99,8 @@ class LoraAdapter:
                 )
 
     def merged(
-        self, weights: Iterable[tuple[str, torch.Tensor]], *, whole: bool
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+        self, weights: Iterable[tuple[str, Tensor]], *, whole: bool
+    ) -> Iterator[tuple[str, Tensor]]:
         """A checkpoint's tensors with what the adapter adds. The sum is rounded once,
         to the tensor's type. ``whole``: ``weights`` are all of the model's, so that
         each update must find its own."""
@@ -128,7 +129,7 @@ class LoraAdapter:
         if whole:
             self.check(names)
 
-    def updates(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    def updates(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """The name of each weight's tensor, and A and scale · B of its update, in
         float32.
         """
@@ -186,7 +187,7 @@ class LoraAdapter:
         }
 
 
-def _parts(file: safe_open, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _parts(file: safe_open, name: str) -> tuple[Tensor, Tensor]:
     """A and B of the update of a weight's tensor."""
     module = f"base_model.model.{name.removesuffix('.weight')}"
     a, b = (file.get_tensor(f"{module}.lora_{part}.weight") for part in "AB")
@@ -232,7 +233,7 @@ class DraftAdapter(LoraAdapter):
             self.ranks[name] for name, number in self.layers.items() if number == layer
         )
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters of ``LowRankUpdate`` in each layer, under names as the
         checkpoint's.
         """

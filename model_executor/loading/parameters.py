@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol
 
 import torch
+from torch import Tensor
 from vllm.model_executor.layers.fused_moe import fused_moe_make_expert_params_mapping
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
@@ -50,7 +51,7 @@ _TIED = ("embedding.weight", "lm_head.weight")
 
 
 def fill_parameters(
-    model: FillableModel, weights: Iterable[tuple[str, torch.Tensor]]
+    model: FillableModel, weights: Iterable[tuple[str, Tensor]]
 ) -> set[str]:
     """Fill the parameters of a model with tensors by their names in the checkpoint: all
     of them, unless it takes parts. Returns the names of those filled; raises
@@ -60,7 +61,7 @@ def fill_parameters(
     model_name = type(model).__name__
     in_layer = _modules_in_layer(model)
     filled: set[tuple[str, Shard]] = set()
-    tied: list[torch.Tensor] = []
+    tied: list[Tensor] = []
     """The embedding and the head of a model in which they are one."""
     for tensor_name, tensor in weights:
         name, shard = _locate(tensor_name, model, in_layer)
@@ -184,7 +185,7 @@ def _shards_of(parameter_name: str, in_layer: NamedModules) -> Sequence[Shard]:
 
 
 def _check_expert(
-    tensor_name: str, tensor: torch.Tensor, part: str, width: int, hidden_size: int
+    tensor_name: str, tensor: Tensor, part: str, width: int, hidden_size: int
 ) -> None:
     """Raise ``ValueError`` for a projection of a wrong shape, which vLLM's loader of
     experts would take in part.

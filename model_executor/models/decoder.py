@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context, set_forward_context
@@ -56,17 +56,17 @@ from dllm_engine.options import EngineOptions
 class RotaryPhases:
     """Phases of RoPE of a set of rows."""
 
-    positions: torch.Tensor
+    positions: Tensor
     """Absolute positions in the canvas, int64."""
-    table: torch.Tensor
+    table: Tensor
     """``rotary_table`` of the model."""
-    query_scales: torch.Tensor | None = None
+    query_scales: Tensor | None = None
     """Factor of queries at each position, float32 ``[num_positions]``; None: 1."""
-    rows: torch.Tensor | None = None
+    rows: Tensor | None = None
     """Index of each row in ``positions``, int64 ``[num_rows]``; None: in their order.
     """
 
-    def __getitem__(self, rows: torch.Tensor | slice) -> "RotaryPhases":
+    def __getitem__(self, rows: Tensor | slice) -> "RotaryPhases":
         if self.rows is not None:
             rows = self.rows[rows]
         elif isinstance(rows, slice):
@@ -74,7 +74,7 @@ class RotaryPhases:
         return replace(self, rows=rows)
 
     @property
-    def row_query_scales(self) -> torch.Tensor | None:
+    def row_query_scales(self) -> Tensor | None:
         """Factor of each row's query, ``[num_rows]``."""
         if self.query_scales is None:
             return None
@@ -139,8 +139,8 @@ class DecoderLayer(nn.Module):
         self.num_kv_heads = self.qkv_proj.num_kv_heads
 
     def qkv(
-        self, normed: torch.Tensor, phases: RotaryPhases, parts: str = "qkv"
-    ) -> list[torch.Tensor]:
+        self, normed: Tensor, phases: RotaryPhases, parts: str = "qkv"
+    ) -> list[Tensor]:
         """Queries ``[num_rows, num_heads, head_dim]``, keys and values ``[num_rows,
         num_kv_heads, head_dim]``; queries and keys rotated to their positions.
         ``parts``: neighbours among them, ``"v"``, ``"k"`` or ``"qk"``, for methods that
@@ -169,20 +169,18 @@ class DecoderLayer(nn.Module):
             split[0].mul_(scales[:, None, None].to(heads.dtype))
         return [*split, *values]
 
-    def o_proj(
-        self, attended: torch.Tensor, drafts: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def o_proj(self, attended: Tensor, drafts: Tensor | None = None) -> Tensor:
         """The attention branch's output ``[num_rows, hidden_size]`` from ``[num_rows,
         num_heads, head_dim]``. ``drafts``: indices of the rows that get the update of
         drafts, where there are any.
         """
         rows = attended.flatten(1)
-        out: torch.Tensor = self.out_proj(rows)[0]
+        out: Tensor = self.out_proj(rows)[0]
         if drafts is None or self.draft_update is None:
             return out
         return out.index_add_(0, drafts, self.draft_update(rows[drafts]))
 
-    def _projected(self, normed: torch.Tensor, first: int, count: int) -> torch.Tensor:
+    def _projected(self, normed: Tensor, first: int, count: int) -> Tensor:
         """``count`` heads of the fused projection from the head ``first`` on,
         ``[num_rows, count, head_dim]``; all of it is computed where the weight is
         quantized or prepacked, and cannot be sliced by rows."""
@@ -211,7 +209,7 @@ class VocabularyShard(NamedTuple):
     ``first_token + i``.
     """
 
-    logits: torch.Tensor  # [num_rows, tokens of this rank]
+    logits: Tensor  # [num_rows, tokens of this rank]
     first_token: int
 
 
@@ -292,12 +290,12 @@ class DiffusionDecoder(nn.Module):
         if self.has_tied_head:
             self.lm_head = self.lm_head.tie_weights(self.embedding)
 
-    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """``[num_rows, hidden_size]`` of token ids ``[num_rows]``."""
         return self.embedding(input_ids)
 
     @cached_property
-    def rotary_table(self) -> torch.Tensor:
+    def rotary_table(self) -> Tensor:
         """Table of RoPE. It is made on first use, so that it is not among the weights
         that ``sleep(level=2)`` discards.
         """
@@ -306,7 +304,7 @@ class DiffusionDecoder(nn.Module):
         )
 
     @cached_property
-    def query_scales(self) -> torch.Tensor | None:
+    def query_scales(self) -> Tensor | None:
         """Factor of queries at each position; None where they do not grow."""
         rope = self.config.rope_parameters
         beta = rope.get(QUERY_SCALE)
@@ -319,10 +317,10 @@ class DiffusionDecoder(nn.Module):
 
     def forward(
         self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        layer_pass: Callable[..., tuple[torch.Tensor, Sequence[torch.Tensor]]],
-    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        input_ids: Tensor,
+        positions: Tensor,
+        layer_pass: Callable[..., tuple[Tensor, Sequence[Tensor]]],
+    ) -> tuple[Tensor, Sequence[Tensor]]:
         """Hidden states before the final norm, and what else the pass leaves;
         ``layer_pass(layers, hidden, phases)`` runs the layers over rows ``[num_rows,
         hidden_size]``.
@@ -335,7 +333,7 @@ class DiffusionDecoder(nn.Module):
             )
 
     @contextmanager
-    def forward_context(self, positions: torch.Tensor) -> Iterator[None]:
+    def forward_context(self, positions: Tensor) -> Iterator[None]:
         """Context in which vLLM's experts find themselves, and the rows' blocks where
         those share experts; needed around every call of a layer's ``mlp``."""
         if self.experts is None:
@@ -350,7 +348,7 @@ class DiffusionDecoder(nn.Module):
                 )
             yield
 
-    def compute_logits(self, hidden_states: torch.Tensor) -> VocabularyShard:
+    def compute_logits(self, hidden_states: Tensor) -> VocabularyShard:
         """Final norm and head for rows ``[num_rows, hidden_size]``; no gathering across
         ranks, no padding.
         """
@@ -361,7 +359,7 @@ class DiffusionDecoder(nn.Module):
             logits[:, : shard.num_org_elements], shard.org_vocab_start_index
         )
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Fill the parameters from a checkpoint's tensors, as ``fill_parameters`` does."""
         if self.adapter is not None:
             weights = self.adapter.merged(weights, whole=not self.takes_parts)
@@ -392,7 +390,7 @@ def vllm_arguments(
     return arguments_of
 
 
-def rope_table(config: Any, num_positions: int, device: torch.device) -> torch.Tensor:
+def rope_table(config: Any, num_positions: int, device: torch.device) -> Tensor:
     """``rotary_table`` as a config states RoPE, for sequences of at most
     ``num_positions``, which the base of ``dynamic`` depends on."""
     rope = config.rope_parameters

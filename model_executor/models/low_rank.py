@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
@@ -24,13 +24,13 @@ class LowRankUpdate(nn.Module):
         self.b = nn.Parameter(torch.empty(output_size, rank), requires_grad=False)
         set_weight_attrs(self.a, {"weight_loader": _load_columns})
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: Tensor) -> Tensor:
         """``[num_rows, output_size]`` from this rank's ``[num_rows, columns]``."""
         reduced = tensor_model_parallel_all_reduce(F.linear(inputs, self.a))
         return F.linear(reduced, self.b)
 
 
-def _load_columns(param: nn.Parameter, tensor: torch.Tensor) -> None:
+def _load_columns(param: nn.Parameter, tensor: Tensor) -> None:
     """Take the columns of this rank. vLLM, which reads weights again into other memory,
     replaces the argument of the name ``param``."""
     columns = param.shape[1]

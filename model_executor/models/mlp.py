@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from vllm._custom_ops import grouped_topk
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe import FusedMoEFactory
@@ -31,7 +31,7 @@ ascending.
 """
 
 
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+def silu_and_mul(gate_up: Tensor) -> Tensor:
     """``silu(gate) · up``, ``[num_rows, width]``, of ``[num_rows, 2 · width]`` with the
     gates first.
     """
@@ -71,7 +71,7 @@ class GatedMLP(nn.Module):
             **arguments_of(f"{name}.down_proj"),
         )
 
-    def forward(self, normed: torch.Tensor) -> torch.Tensor:
+    def forward(self, normed: Tensor) -> Tensor:
         """``[num_rows, hidden_size]`` to the same shape."""
         return self.down_proj(silu_and_mul(self.gate_up_proj(normed)[0]))[0]
 
@@ -112,13 +112,13 @@ class ExpertMLP(nn.Module):
             **arguments_of("mlp.experts"),
         )
 
-    def forward(self, normed: torch.Tensor) -> torch.Tensor:
+    def forward(self, normed: Tensor) -> Tensor:
         """``[num_rows, hidden_size]`` to the same shape, within
         ``DiffusionDecoder.forward_context``.
         """
         return self.experts(normed, self._router_logits(normed))
 
-    def _router_logits(self, normed: torch.Tensor) -> torch.Tensor:
+    def _router_logits(self, normed: Tensor) -> Tensor:
         """``[num_rows, num_experts]``. In groups, experts may be 4e-6 apart, which half
         precision would not tell: float32 logits of weights in the model's type, as in
         its code."""
@@ -129,11 +129,11 @@ class ExpertMLP(nn.Module):
 
     def _route(
         self,
-        hidden_states: torch.Tensor,
-        gating_output: torch.Tensor,
+        hidden_states: Tensor,
+        gating_output: Tensor,
         topk: int,
         renormalize: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Weights (float32) and experts of each row, ``[num_rows, topk]``, from the
         router's logits ``[num_rows, num_experts]``. Weights sum to 1 where the shape
         renormalizes them, and the bias is part of them unless experts are in groups."""
@@ -170,9 +170,7 @@ class ExpertMLP(nn.Module):
             dim=-1, keepdim=True
         ) if renormalize else best.values, best.indices
 
-    def _route_by_group(
-        self, scores: torch.Tensor, topk: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _route_by_group(self, scores: Tensor, topk: int) -> tuple[Tensor, Tensor]:
         """The best experts of the groups whose two best experts are the best; with a
         capacity, of so many experts that are the best for any row of the block. The
         bias has a say in nothing else."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from vllm.model_executor.layers.layernorm import RMSNorm
 
 
@@ -37,9 +38,7 @@ class Norm(RMSNorm):
         rounds = device.type != "cpu" or self.weight.dtype == torch.float32
         self.sum_kernel = vllm_kernel("fused_add_rms_norm", device) if rounds else None
 
-    def forward(
-        self, x: torch.Tensor, added: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
         """RMSNorm of rows ``x`` ``[num_rows, hidden_size]``; with ``added``, a branch's
         output of the same shape, that of ``x + added``, which goes into ``x``. The
         result takes the memory of ``added``."""

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dllm_engine.decoding.canvas_layout import Span
 from dllm_engine.decoding.step_plan import StepPlan
@@ -26,9 +27,9 @@ from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.step_batch import RowBounds, SplitRows, StepBatch
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 
-Results = Sequence[torch.Tensor]
+Results = Sequence[Tensor]
 """Tensors that a pass leaves beside hidden states, such as the rows that it chose."""
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """``attend(layer, q, k, v)``: attention output ``[num_rows, num_heads, head_dim]`` of
 all rows, and what becomes of their keys and values.
 
@@ -37,7 +38,7 @@ head_dim]``.
 """
 
 
-Observe = Callable[[int, torch.Tensor, TokenStatistics], None]
+Observe = Callable[[int, Tensor, TokenStatistics], None]
 """``observe(index, positions, statistics)``: observe the predictions at masked
 positions of a request, before any of them is unmasked."""
 
@@ -65,7 +66,7 @@ class GraphParts:
 
     layout: Hashable
     """The host's numbers that shape the launches of the pass."""
-    inputs: list[torch.Tensor]
+    inputs: list[Tensor]
     """Tensors that the pass reads on the device."""
     num_rows: int = 0
     """Rows of the recorded pass, if more than the batch has: rows of no request, which
@@ -104,8 +105,8 @@ class LayerPass:
         return None
 
     def __call__(
-        self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases
-    ) -> tuple[torch.Tensor, Results]:
+        self, layers: Iterable[DecoderLayer], hidden: Tensor, phases: RotaryPhases
+    ) -> tuple[Tensor, Results]:
         """Hidden states ``[num_rows, hidden_size]`` after the last layer, from the
         embeddings of the same rows, and the results of the pass. ``hidden`` belongs to
         the pass, which may write into it.
@@ -116,17 +117,17 @@ class LayerPass:
         """Description of the pass for a CUDA graph; None: the pass is launched."""
         return None
 
-    def finished(self, results: Results) -> tuple[torch.Tensor, Sequence[int]] | None:
+    def finished(self, results: Results) -> tuple[Tensor, Sequence[int]] | None:
         """The rows that went through all layers, ``[num_rows]`` bool, and the number of
         each request's; None: all rows. Only finished rows predict a token."""
         return None
 
-    def follow(self, masked: torch.Tensor) -> None:
+    def follow(self, masked: Tensor) -> None:
         """Take in what the last step filled, before one more step. ``masked``:
         ``CanvasStore.masked``.
         """
 
-    def asked(self, results: Results) -> list[torch.Tensor]:
+    def asked(self, results: Results) -> list[Tensor]:
         """Tensors that the host reads after the pass. They are copied together with the
         filled tokens, so that the host waits once."""
         return []
@@ -155,11 +156,11 @@ class LayerPass:
 
 def run_layers(
     layers: Iterable[DecoderLayer],
-    hidden: torch.Tensor,
+    hidden: Tensor,
     phases: RotaryPhases,
     attend: Attend,
-    drafts: torch.Tensor | None = None,
-) -> torch.Tensor:
+    drafts: Tensor | None = None,
+) -> Tensor:
     """Hidden states after the last layer, of a pass that computes every row in every
     layer and differs from others in ``attend`` alone. ``drafts``: as of
     ``DecoderLayer.o_proj``.
@@ -182,19 +183,15 @@ class DensePass(LayerPass):
         self.row_bounds = row_bounds
 
     def __call__(
-        self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases
-    ) -> tuple[torch.Tensor, Results]:
+        self, layers: Iterable[DecoderLayer], hidden: Tensor, phases: RotaryPhases
+    ) -> tuple[Tensor, Results]:
         return run_layers(layers, hidden, phases, self.attend), ()
 
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attend_alone(q, k, v, self.row_bounds)
 
 
-def attend_alone(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: RowBounds
-) -> torch.Tensor:
+def attend_alone(q: Tensor, k: Tensor, v: Tensor, rows: RowBounds) -> Tensor:
     """Attention of each request's rows over themselves."""
     if rows.limits is not None or (rows.is_padded and not reads_bounds_on_device()):
         bounds, limits, longest = rows.cu_seqlens, rows.limits, rows.max_seqlen
@@ -213,11 +210,11 @@ class AttendedTables(Protocol):
 def attend_paged(
     layer: int,
     tables: AttendedTables,
-    qkv: Sequence[torch.Tensor],
+    qkv: Sequence[Tensor],
     rows: SplitRows,
     *,
     attend_fresh: bool,
-) -> torch.Tensor:
+) -> Tensor:
     """Attention of the rows of requests that need pages over what they have there, and
     with ``attend_fresh`` over their own rows. ``qkv``: of all rows.
     """
@@ -237,11 +234,11 @@ def attend_paged(
 def attend_split(
     layer: int,
     tables: AttendedTables,
-    qkv: Sequence[torch.Tensor],
+    qkv: Sequence[Tensor],
     rows: SplitRows,
     *,
     attend_fresh: bool,
-) -> torch.Tensor:
+) -> Tensor:
     """Attention of all rows: ``attend_paged``, and ``attend_alone`` for the requests
     that need no pages.
     """

@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from dllm_engine.decoding.page_layout import PageKind
 from dllm_engine.decoding.step_plan import RefreshState, StepPlan
@@ -34,7 +34,7 @@ class PagedPass(LayerPass):
         self,
         tokens: KVTables,
         rows: SplitRows,
-        slots: torch.Tensor | None = None,
+        slots: Tensor | None = None,
         *,
         attend_fresh: bool = True,
     ) -> None:
@@ -46,13 +46,11 @@ class PagedPass(LayerPass):
         self.row_slots, self.attend_fresh = slots, attend_fresh
 
     def __call__(
-        self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases
-    ) -> tuple[torch.Tensor, Results]:
+        self, layers: Iterable[DecoderLayer], hidden: Tensor, phases: RotaryPhases
+    ) -> tuple[Tensor, Results]:
         return run_layers(layers, hidden, phases, self.attend), ()
 
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.row_slots is not None:
             self.tokens.pages.write(k, v, self.row_slots[layer])
         qkv, fresh = (q, k, v), self.attend_fresh
@@ -129,7 +127,7 @@ class AddingPass(PagedPass):
         """Numbers in the batch of a request's ``own`` rows."""
         return self.batch.bounds[index] + own
 
-    def _keep_anchors(self, row_slots: torch.Tensor) -> None:
+    def _keep_anchors(self, row_slots: Tensor) -> None:
         """Set the slots of rows that requests compute of the beginning they read."""
         batch = self.batch
         numbers = np.repeat([plan.num_anchored for plan in batch.plans], batch.sizes)
