@@ -52,19 +52,18 @@ def joined(first: Automaton, second: Automaton) -> Automaton:
     ]
     num_kinds = tables[1].shape[1]
     pair_of = (first.class_of + 1) * num_kinds + second.class_of + 1
-    used = np.bincount(pair_of, minlength=tables[0].shape[1] * num_kinds) > 0
-    used[0] = False  # tokens of neither
-    kinds, second_kinds = np.divmod(np.flatnonzero(used), num_kinds)
+    # Pair 0, which comes first, is that of tokens of neither.
+    pairs, pair_numbers = np.unique(np.append(pair_of, 0), return_inverse=True)
+    kinds, second_kinds = np.divmod(pairs[1:], num_kinds)
     before = ~first.accepting
     num_before = int(before.sum())
     names = np.append(np.where(before, np.cumsum(before) - 1, num_before), -1)
     led = names[tables[0][before][:, kinds - 1]]
     second_led = tables[1][:, second_kinds - 1]
+    second_led = np.where(second_led < 0, -1, second_led + num_before)
     return Automaton(
-        np.where(used, np.cumsum(used) - 1, -1)[pair_of].astype(np.int32),
-        np.concatenate(
-            [led, np.where(second_led < 0, -1, second_led + num_before)]
-        ).astype(np.int32),
+        (pair_numbers[:-1] - 1).astype(np.int32),
+        np.concatenate([led, second_led]).astype(np.int32),
         np.append(np.zeros(num_before, bool), second.accepting),
     )
 
