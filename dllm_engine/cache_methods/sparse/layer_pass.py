@@ -4,7 +4,6 @@ find important.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from dllm_engine.decoding.page_layout import PageKind
 from dllm_engine.decoding.step_plan import RefreshState, Retention
 from dllm_engine.kernels.attention_scores import mean_query_scores, select_retained
 from dllm_engine.kernels.paged_attention import attention_with_lse
+from dllm_engine.kernels.pages import page_places
 from dllm_engine.model_executor.batch_tables import ALL_LAYERS, TokenTables
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
@@ -28,7 +28,7 @@ from dllm_engine.model_executor.passes.base import (
     run_layers,
 )
 from dllm_engine.model_executor.passes.paged import AddingPass, RetentionPass
-from dllm_engine.model_executor.step_batch import StepBatch, ranges
+from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.transfer import on_device
 
 
@@ -68,7 +68,20 @@ class SparsePass(AddingPass):
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         self.options = SparseOptions.of(batch.canvases[0].spec)
         self.pages = pages
-        self.shared = SharedCandidates.of(batch)
+        self.first_shared: dict[int, int] = {}
+        """Tokens in shared pages among which a step chooses what is retained are numbered
+        behind the rows of the batch: number of the first one of each request.
+        """
+        requests: list[int] = []
+        positions: list[int] = []
+        for i, plan in enumerate(batch.plans):
+            if plan.own is not None and plan.own.reads == PageKind.KV and plan.adds:
+                self.first_shared[i] = batch.bounds[-1] + len(positions)
+                positions += range(plan.num_anchored, plan.read)
+                requests += [i] * (plan.read - plan.num_anchored)
+        shared_requests, self.shared_positions = on_device(
+            np.array([requests, positions], dtype=np.int64), batch.device
+        ).unbind()
         reading = _reading(batch)
         adding = [
             PageKind.KV if plan.own is None else RETAINED_PAGES for plan in batch.plans
@@ -76,9 +89,9 @@ class SparsePass(AddingPass):
         super().__init__(batch, pages, reading, adding)
         self.goes_on = [a == b for a, b in zip(reading, adding, strict=True)]
         """True for a request that adds tokens behind those that it reads."""
-        if self.shared.num_tokens:
+        if positions:
             self.shared_slots = self.reading.token_slots(
-                ALL_LAYERS, *on_device(self.shared.places, batch.device).unbind()
+                ALL_LAYERS, shared_requests, self.shared_positions
             )
         if any(plan.own is not None for plan in batch.plans):
             self.row_slots = self._slots_in_order()
@@ -126,7 +139,7 @@ class SparsePass(AddingPass):
 
         def attend_and_retain(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             out = self.attend(layer, q, k, v)
-            if self.shared.num_tokens:
+            if len(self.shared_positions):
                 k, v = self._with_shared(layer, k, v)
             rows = self._retained_rows(layer, q, k, v)
             self.tokens.pages.write(k[rows], v[rows], self.slots[layer])
@@ -162,17 +175,15 @@ class SparsePass(AddingPass):
     def batch_rows(self, index: int, own: np.ndarray) -> np.ndarray:
         """Positions before the rows of a request are shared candidates."""
         rows = super().batch_rows(index, own)
-        if index in self.shared.firsts:
+        if index in self.first_shared:
             plan = self.batch.plans[index]
             number = own + plan.span.start - plan.num_anchored
-            shared = self.shared.firsts[index] + number
-            rows = np.where(own < 0, shared, rows)
+            rows = np.where(own < 0, self.first_shared[index] + number, rows)
         return rows
 
     def positions_of(self, rows: Tensor) -> Tensor:
         """Canvas positions of rows of the batch and of shared candidates."""
-        shared = on_device(self.shared.places[1], self.batch.device)
-        return torch.cat((self.batch.positions, shared))[rows]
+        return torch.cat((self.batch.positions, self.shared_positions))[rows]
 
     def _slots_in_order(self) -> Tensor:
         """Slots of the rows that requests keep in order; −1 of the others."""
@@ -192,9 +203,7 @@ class SparsePass(AddingPass):
 
     def _with_shared(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the batch, and behind them those of shared candidates."""
-        slots = self.shared_slots[layer]
-        per_page = self.pages.keys.shape[1]
-        places = slots // per_page, slots % per_page
+        places = page_places(self.shared_slots[layer], self.pages.keys)
         return (
             torch.cat((k, self.pages.keys[places])),
             torch.cat((v, self.pages.values[places])),
@@ -250,40 +259,6 @@ class SparsePass(AddingPass):
             )
             scores.append(scorer.score(scored, candidates - rows.start).sum(dim=0))
         return torch.cat(scores)
-
-
-@dataclass(frozen=True)
-class SharedCandidates:
-    """Tokens in shared pages among which a step chooses what is retained. They are
-    numbered behind the rows of the batch.
-    """
-
-    firsts: dict[int, int]
-    """Number of the first one of each request that has any."""
-    places: np.ndarray
-    """Request and canvas position of each, ``[2, num_tokens]``."""
-
-    @property
-    def num_tokens(self) -> int:
-        return self.places.shape[1]
-
-    @classmethod
-    def of(cls, batch: StepBatch) -> "SharedCandidates":
-        sizes = {
-            i: plan.read - plan.num_anchored
-            for i, plan in enumerate(batch.plans)
-            if plan.own is not None
-            and plan.own.reads == PageKind.KV
-            and plan.adds
-            and plan.read
-        }
-        starts = [batch.plans[i].num_anchored for i in sizes]
-        owners, positions = ranges(starts, [*sizes.values()])
-        requests = np.array([*sizes], dtype=np.int64)[owners]
-        bounds = accumulate(sizes.values(), initial=batch.bounds[-1])
-        return cls(
-            dict(zip(sizes, bounds, strict=False)), np.stack((requests, positions))
-        )
 
 
 def _reading(batch: StepBatch) -> list[str]:
