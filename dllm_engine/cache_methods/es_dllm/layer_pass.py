@@ -39,7 +39,7 @@ from dllm_engine.kernels.attention_scores import (
 )
 from dllm_engine.kernels.pages import page_places
 from dllm_engine.model_executor.batch_tables import (
-    BatchTables,
+    ALL_LAYERS,
     FeatureTables,
     TokenTables,
 )
@@ -89,6 +89,8 @@ class LayersRun:
 
     row_slots: Tensor
     """``TokenTables.row_slots``"""
+    copy_slots: Tensor | None
+    """The same of rows in the retained copy, if there is one."""
     feature_slots: Tensor | None
     """``FeatureTables.row_slots``, if there are features."""
     stage: SplitRows
@@ -121,16 +123,19 @@ class EarlySkipPass(LayerPass):
         self.steps: list[EarlySkipStep] = [plan.own for plan in plans]
         self.reading = [step.copying is RetainedCopy.READ for step in self.steps]
         self.copied = {
-            i: self._copied(i)
+            i: self._outside_window(i)
             for i, step in enumerate(self.steps)
             if step.copying is RetainedCopy.WRITE
         }
+        """Positions of which some are copied, per request that copies."""
         kinds = [COPY_PAGES if reads else PageKind.KV for reads in self.reading]
         self.attended = (
             TokenTables(batch, pages, kinds) if any(self.reading) else self.tables
         )
-        self.copies = BatchTables(batch, COPY_PAGES) if self.copied else self.tables
-        self.copy_tokens = self._copy_tokens()
+        self.copy_tokens: Tensor | None = None
+        if options.evicts:
+            self.copies = TokenTables(batch, pages, COPY_PAGES)
+            self.copy_tokens = self._copy_tokens()
 
         self.skips = [step.skips for step in self.steps]
         lengths = [canvas.spec.layout.canvas_length for canvas in batch.canvases]
@@ -183,9 +188,12 @@ class EarlySkipPass(LayerPass):
             width = options.feature_width(pages.geometry)
             self.features = FeatureTables(batch, pages, predicting, width)
 
+    def _least_kept(self, index: int, num_unmasked: int) -> int:
+        """Rows that a request keeps at least, where so many positions were filled."""
+        return min(num_unmasked + 2, self.batch.plans[index].window.size)
+
     def _num_kept(self, index: int, fraction: float, num_rows: int) -> int:
-        num_unmasked = len(self.batch.canvases[index].last_unmasked)
-        least = min(num_unmasked + 2, self.batch.plans[index].window.size)
+        least = self._least_kept(index, len(self.batch.canvases[index].last_unmasked))
         return min(max(int(fraction * self.batch.sizes[index]), least), num_rows)
 
     def _repeats(self, index: int) -> bool:
@@ -193,47 +201,38 @@ class EarlySkipPass(LayerPass):
         positions each of them fills.
         """
         plan = self.batch.plans[index]
-        canvas = self.batch.canvases[index]
-        fewest = (
-            min(self.options.cuts(self.num_layers).values(), default=1.0)
-            if self.skips[index]
-            else 1.0
-        )
-        most_unmasked = max(plan.quota.count, len(canvas.last_unmasked))
-        enough = int(fewest * self.batch.sizes[index]) >= min(
-            most_unmasked + 2, plan.window.size
-        )
+        last_unmasked = self.batch.canvases[index].last_unmasked
+        fewest = 1.0
+        if self.skips[index]:
+            fewest = min(self.options.cuts(self.num_layers).values(), default=1.0)
+        least = self._least_kept(index, max(plan.quota.count, len(last_unmasked)))
         return (
-            enough
+            int(fewest * self.batch.sizes[index]) >= least
             and plan.scope is Scope.ACTIVE
             and not self.steps[index].from_last_unmasked
         )
 
-    def _copied(self, index: int) -> tuple[Tensor, Tensor]:
-        """Positions outside the window, of which some are copied, and of the window."""
+    def _outside_window(self, index: int) -> Tensor:
         first, stop = (end - self.shift for end in self.batch.plans[index].window)
         canvas = np.arange(self.batch.canvases[index].spec.layout.canvas_length)
-        outside = np.delete(canvas, slice(first, stop))
-        window = canvas[first:stop]
-        return on_device(outside, self.batch.device), on_device(
-            window, self.batch.device
-        )
+        return on_device(np.delete(canvas, slice(first, stop)), self.batch.device)
 
-    def _copy_tokens(self) -> Tensor | None:
-        """The place of each row in its request's retained copy, after what was copied;
-        −1 where it has none.
+    def _copy_tokens(self) -> Tensor:
+        """The place of each row of a window in its request's retained copy, after what
+        was copied; −1 of other rows, and where there is no copy.
         """
-        if not any(self.reading):
-            return None
         batch = self.batch
-        starts = np.array([plan.window.start - self.shift for plan in batch.plans])
+        starts, stops = np.array([plan.window for plan in batch.plans]).T - self.shift
+        has_copy = [step.copying is not RetainedCopy.NONE for step in self.steps]
+        stops = np.where(has_copy, stops, 0)
         num_copied = np.array([step.num_copied for step in self.steps])
-        places = batch.host_positions - starts.repeat(batch.sizes)
-        has_place = (places >= 0) & np.repeat(self.reading, batch.sizes)
-        return on_device(
-            np.where(has_place, places + num_copied.repeat(batch.sizes), -1),
-            batch.device,
+        starts, stops, num_copied = (
+            each.repeat(batch.sizes) for each in (starts, stops, num_copied)
         )
+        rows = batch.host_positions
+        is_copied = (rows >= starts) & (rows < stops)
+        places = np.where(is_copied, num_copied + rows - starts, -1)
+        return on_device(places, batch.device)
 
     def _rows_that_skip(self, predicted: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
         """Per row: the ``CanvasStore`` index of the position that it predicts, whether
@@ -288,7 +287,7 @@ class EarlySkipPass(LayerPass):
         ]
         if self.copy_tokens is not None:
             own.append(self.copy_tokens)
-            parts.append(self.attended)
+            parts += [self.attended, self.copies]
         own += [tensor for part in parts for tensor in part.graph_inputs()]
         return GraphParts(layout, own)
 
@@ -304,7 +303,9 @@ class EarlySkipPass(LayerPass):
         """
         indicator = self.options.indicator
         slots = None if self.features is None else self.features.row_slots()
-        run = LayersRun(self.tables.row_slots(), slots, self.stages[0])
+        run = LayersRun(
+            self.tables.row_slots(), self._copy_slots(), slots, self.stages[0]
+        )
         x = hidden
         rows = torch.arange(hidden.shape[0], device=hidden.device)
         for index, layer in enumerate(layers):
@@ -329,6 +330,13 @@ class EarlySkipPass(LayerPass):
             results = [finished.index_fill_(0, rows, True), *run.kept_rows, *results]
         return hidden, results
 
+    def _copy_slots(self) -> Tensor | None:
+        if self.copy_tokens is None:
+            return None
+        places = self.tables.requests, self.copy_tokens.clamp(min=0)
+        slots = self.copies.token_slots(ALL_LAYERS, *places)
+        return slots.masked_fill_((self.copy_tokens < 0)[:, None], -1)
+
     def _attend(
         self,
         run: LayersRun,
@@ -338,12 +346,8 @@ class EarlySkipPass(LayerPass):
     ) -> Tensor:
         q, k, v = qkv
         self.pages.write(k, v, run.row_slots[layer], rows)
-        if self.copy_tokens is not None:
-            tokens = self.copy_tokens[rows]
-            slots = self.attended.token_slots(
-                layer, self.tables.requests[rows], tokens.clamp(min=0)
-            )
-            self.pages.write(k, v, slots.masked_fill((tokens < 0)[:, None], -1))
+        if run.copy_slots is not None:
+            self.pages.write(k, v, run.copy_slots[layer], rows)
         self._copy_retained(run, layer, q)
         qkv = q, k, v
         return attend_split(layer, self.attended, qkv, run.stage, attend_fresh=False)
@@ -353,28 +357,19 @@ class EarlySkipPass(LayerPass):
         step it is. Such a step skips no row, and the mean is over the queries of all
         that it computes."""
         pages = self.pages
-        for i, (outside, window) in self.copied.items():
+        for i, outside in self.copied.items():
             slots = self.tables.token_slots(layer, torch.full_like(outside, i), outside)
-            scores = mean_query_scores(
-                q[run.stage.rows(i)], pages.keys[page_places(slots, pages.keys)]
-            )
+            places = page_places(slots, pages.keys)
+            keys = pages.keys[places]
+            scores = mean_query_scores(q[run.stage.rows(i)], keys)
             # Every rank scores with its own heads; all must retain the same tokens.
             # Only the order counts.
             scores = tensor_model_parallel_all_reduce(scores)
-            chosen = outside[
-                select_retained(scores, self.steps[i].num_copied, POOL_KERNEL_SIZE)
-            ]
-            run.copied.setdefault(i, []).append(chosen)
-            copied = torch.cat((chosen, window))
-            requests = torch.full_like(copied, i)
-            places = page_places(
-                self.tables.token_slots(layer, requests, copied), pages.keys
-            )
-            numbers = torch.arange(len(copied), device=copied.device)
-            slots = pages.slots(
-                self.copies.slots(layer, requests, numbers, pages.page_size)
-            )
-            pages.write(pages.keys[places], pages.values[places], slots)
+            best = select_retained(scores, self.steps[i].num_copied, POOL_KERNEL_SIZE)
+            run.copied.setdefault(i, []).append(outside[best])
+            numbers = torch.arange(len(best), device=best.device)
+            slots = self.copies.token_slots(layer, torch.full_like(best, i), numbers)
+            pages.write(keys[best], pages.values[places][best], slots)
 
     def _cut(
         self,
