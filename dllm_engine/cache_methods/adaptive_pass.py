@@ -124,20 +124,7 @@ class AdaptivePass(LayerPass):
             self.verified = slice(None)
         elif verified.size:
             self.verified = on_device(verified, device)
-        self.counters: tuple[Tensor, Tensor, Tensor] | None = None
-        if self.verified is not None and self.options.similarity == "random":
-            request_numbers = [
-                [canvas.seed for canvas in batch.canvases],
-                [plan.forward for plan in batch.plans],
-            ]
-            seeds, forwards = on_device(request_numbers, device)[
-                :, self.features.requests[self.verified]
-            ]
-            self.counters = seeds, forwards, batch.positions[self.verified]
-            """Counters of the random number of each verified row: the same at any
-            batch, and on every rank.
-            """
-        if self.counters is None and all(
+        if self.options.similarity != "random" and all(
             plan.state is RefreshState.REUSE for plan in batch.plans
         ):
             self.repeats = Repeats.SAME_WORK
@@ -171,8 +158,9 @@ class AdaptivePass(LayerPass):
             (rows.num_paged_rows, *rows.sizes)
             for rows in (self.all_rows, self.some_rows)
         )
+        if self.options.similarity == "random":
+            return None  # numbers of the request and of the step are drawn with
         verified = [self.verified] if isinstance(self.verified, Tensor) else []
-        verified += self.counters or ()
         parts = self.features, self.choice, self.all_rows, self.some_rows, self.tables
         inputs = [
             self.places,
@@ -257,12 +245,8 @@ class AdaptivePass(LayerPass):
             return None
         values = None
         metric = str(self.options.similarity_metric)
-        if self.counters is not None:
-            # In the place of a token, numbers below ``NO_TOKEN``: apart from what
-            # tokens and positions are drawn with.
-            sums = uniform(
-                *self.counters, torch.full_like(self.counters[2], NO_TOKEN - 1 - index)
-            )[None]
+        if self.options.similarity == "random":
+            sums = self._random_numbers(index, self.verified)[None]
             metric = "random"
         else:
             by_value = self.options.similarity == "value"
@@ -278,6 +262,20 @@ class AdaptivePass(LayerPass):
                 own_sums, metric, candidates, places, run.rows[index], self.places
             )
         return values
+
+    def _random_numbers(self, layer: int, rows: Rows) -> Tensor:
+        """A random number of each row: the same at any batch, and on every rank."""
+        counters = [
+            [canvas.seed for canvas in self.batch.canvases],
+            [plan.forward for plan in self.batch.plans],
+        ]
+        requests = self.batch.requests[rows]
+        seeds, forwards = on_device(counters, self.batch.device)[:, requests]
+        positions = self.batch.positions[rows]
+        # In the place of a token, numbers below ``NO_TOKEN``: apart from what tokens and
+        # positions are drawn with.
+        tokens = torch.full_like(positions, NO_TOKEN - 1 - layer)
+        return uniform(seeds, forwards, positions, tokens)
 
     def _attend(
         self,

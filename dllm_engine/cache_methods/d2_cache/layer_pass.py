@@ -183,51 +183,42 @@ class RolloutPass(LayerPass):
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.pages.write(k, v, row_slots[layer])
-            out, lse = self._attention(layer, q, k, v)
-            self._add_layer(rollouts, layer, q, lse)
-            return out
+            return self._attend(rollouts, layer, (q, k, v))
 
         hidden = run_layers(layers, hidden, phases, attend)
         return hidden, [rollout.importance() for _, rollout in rollouts]
 
-    def _attention(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Attention output, and the logarithm of each softmax's denominator."""
-        tokens = self.tables.paged_tokens(layer)
-        bounds = self.batch.cu_seqlens
-        most_rows = max(self.groups)[0]
-        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        out = paged_attention(
-            q, k, v, bounds, tokens, attend_fresh=False, max_seqlen=most_rows, lse=lse
-        )
-        return out, lse
-
-    def _add_layer(
+    def _attend(
         self,
         rollouts: list[tuple[slice, Rollout]],
         layer: int,
-        q: Tensor,
-        lse: Tensor,
-    ) -> None:
-        """Add a layer to the rollouts of each group's requests."""
+        qkv: tuple[Tensor, Tensor, Tensor],
+    ) -> Tensor:
+        """Attention output of a layer, which is added to the rollouts of each group's
+        requests.
+        """
+        q = qkv[0]
         tokens = self.tables.paged_tokens(layer)
         bounds = self.batch.cu_seqlens
-        ranks = get_tensor_model_parallel_world_size()
+        most_rows = max(self.groups)[0]
+        # The logarithm of each softmax's denominator.
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        out = paged_attention(
+            *qkv, bounds, tokens, attend_fresh=False, max_seqlen=most_rows, lse=lse
+        )
+        share = 1 / (q.shape[1] * get_tensor_model_parallel_world_size())
         for requests, rollout in rollouts:
             keys = KeysInPages(
                 tokens.k_pages,
                 tokens.page_tables[requests],
                 tokens.head_len[requests],
             )
-            group_bounds = bounds[requests.start : requests.stop + 1]
-            sums = summed_probabilities(
-                q, lse, group_bounds, keys, *rollout.rows.shape[1:]
-            )
+            own_bounds = bounds[requests.start : requests.stop + 1]
+            shape = rollout.rows.shape[1:]
+            sums = summed_probabilities(q, lse, own_bounds, keys, *shape)
             # Every rank has its own heads; all must choose the same rows.
-            rollout.add_layer(
-                tensor_model_parallel_all_reduce(sums), 1 / (q.shape[1] * ranks)
-            )
+            rollout.add_layer(tensor_model_parallel_all_reduce(sums), share)
+        return out
 
     def observe(
         self, index: int, positions: Tensor, statistics: TokenStatistics
@@ -262,17 +253,17 @@ class RolloutPass(LayerPass):
         """The rows of a request's next pass, by the importance and the confidence of
         its positions, float64 ``[canvas_length]``; None if no mask is left."""
         canvas = self.batch.canvases[index]
-        spec = canvas.spec
+        layout = canvas.spec.layout
         options = D2CacheOptions.of(canvas.spec)
-        start = spec.layout.prompt_length
-        shift = int(spec.layout.shifts_logits)
+        start = layout.prompt_length
+        shift = int(layout.shifts_logits)
         known = canvas.known >= 0
         if known.all():
             return None
         chosen = start + self._masked_to_predict(
             index, known[start:], confidence[start:]
         )
-        computed = np.zeros(spec.layout.canvas_length, dtype=bool)
+        computed = np.zeros(layout.canvas_length, dtype=bool)
         computed[np.maximum(chosen - shift, 0)] = True
         # The prompt's last row, which predicts the first token, has no say in what
         # rollout chooses.
@@ -321,12 +312,13 @@ class RolloutPass(LayerPass):
         this pass worked on; of several blocks, the leftmost that is not finished.
         """
         spec = self.batch.canvases[index].spec
-        unit = spec.layout.block_length
+        layout = spec.layout
+        unit = layout.block_length
         window = self.batch.plans[index].window
-        start, stop = (place - spec.layout.prompt_length for place in window)
+        start, stop = (place - layout.prompt_length for place in window)
         if spec.schedule.block_add_threshold is not None:
             start = first_mask // unit * unit
-            stop = min(start + unit, spec.layout.gen_length)
+            stop = min(start + unit, layout.gen_length)
         positions = np.arange(start, stop)
         if D2CacheOptions.of(spec).range_unit == "masks":
             positions = positions[~self.known_before[index][positions]]
