@@ -183,7 +183,10 @@ def reasoning_before(
         parser = parser_class(tokenizer, **(arguments.parser or {}))
     except Exception as error:  # each parser raises its own
         raise InvalidRequestError(f"{about} fails: {error}") from error
-    if arguments.ended is None and _is_ended_by(prompt_token_ids, parser, tokenizer):
+    if arguments.ended is None and (
+        parser.is_reasoning_end(prompt_token_ids)
+        or ends_reasoning(prompt_token_ids, parser, tokenizer)
+    ):
         return None
     if parser.reasoning_end_str is None:
         raise InvalidRequestError(
@@ -198,28 +201,6 @@ def reasoning_before(
     )
     return Grammar(
         "reasoning", json.dumps([parser.reasoning_end_str, *tokens, is_free])
-    )
-
-
-def _reasoning_of(
-    structured: StructuredOutputsParams | None,
-    arguments: ReasoningArguments,
-    prompt_token_ids: Sequence[int],
-    tokenizer: Any,
-    vllm_config: Any,
-) -> Grammar | None:
-    """The grammar of the reasoning that must be read, if there is any."""
-    is_free = structured is None
-    if is_free and arguments.budget is None:
-        return None
-    return reasoning_before(
-        arguments, prompt_token_ids, tokenizer, vllm_config, is_free
-    )
-
-
-def _is_ended_by(prompt_token_ids: Sequence[int], parser: Any, tokenizer: Any) -> bool:
-    return parser.is_reasoning_end(prompt_token_ids) or ends_reasoning(
-        prompt_token_ids, parser, tokenizer
     )
 
 
@@ -276,11 +257,28 @@ def _grammars_of_all(
             within = arguments.within(
                 vllm_config.model_config.max_model_len - len(tokens)
             )
-            reasoning = _reasoning_of(
-                structured, within, tokens, tokenizer, vllm_config
-            )
-            grammars += [reasoning] if reasoning else []
+            own = _grammars_of(structured, within, tokens, tokenizer, vllm_config)
+            grammars += own.values()
     return list(dict.fromkeys(grammars))
+
+
+def _grammars_of(
+    structured: StructuredOutputsParams | None,
+    arguments: ReasoningArguments,
+    prompt_token_ids: Sequence[int],
+    tokenizer: Any,
+    vllm_config: Any,
+) -> dict[str, Grammar]:
+    """Grammars of a request, by the keys of their automata in ``extra_args``."""
+    is_free = structured is None
+    grammars = {} if structured is None else {CONSTRAINT: grammar_of(structured)}
+    if not is_free or arguments.budget is not None:
+        reasoning = reasoning_before(
+            arguments, prompt_token_ids, tokenizer, vllm_config, is_free
+        )
+        if reasoning is not None:
+            grammars[REASONING] = reasoning
+    return grammars
 
 
 async def reading(function: Callable[..., Any], *args: Any) -> Any:
@@ -309,13 +307,11 @@ def constrained(
         return params
     structured = params.structured_outputs
     arguments = arguments_in(params).within(length)
-    grammars = {} if structured is None else {CONSTRAINT: grammar_of(structured)}
     if arguments.budget is not None:
         _check_budget(arguments.budget, structured, tokenizer, vllm_config)
-    if reasoning := _reasoning_of(
+    grammars = _grammars_of(
         structured, arguments, prompt_token_ids, tokenizer, vllm_config
-    ):
-        grammars[REASONING] = reasoning
+    )
     automata = {
         name: built(build_input(each, tokenizer, vllm_config))
         for name, each in grammars.items()
@@ -342,21 +338,18 @@ def _check_budget(
     """Raise ``InvalidRequestError`` where reasoning cannot be told from the answer."""
     settings = vllm_config.structured_outputs_config
     reason = ""
-    if not settings.reasoning_parser and structured is None:
-        reason = (
-            "the server does not tell reasoning from answers; start it with "
-            "--reasoning-parser"
-        )
-    elif (
-        settings.reasoning_parser
-        and settings.enable_in_reasoning
-        and structured is not None
-    ):
+    if not settings.reasoning_parser:
+        if structured is None:
+            reason = (
+                "the server does not tell reasoning from answers; start it with "
+                "--reasoning-parser"
+            )
+    elif settings.enable_in_reasoning and structured is not None:
         reason = (
             "with enable_in_reasoning, reasoning is a part of the text that must "
             "match; start the server without it"
         )
-    elif settings.reasoning_parser:
+    else:
         try:
             vocabulary_of(tokenizer, vllm_config.model_config.hf_config.vocab_size)
         except InvalidRequestError as error:
@@ -370,15 +363,12 @@ def _check_budget(
 
 def build_input(grammar: Grammar, tokenizer: Any, vllm_config: Any) -> BuildInput:
     engine = EngineOptions.from_vllm_config(vllm_config)
-    limits = (
-        engine.max_automaton_states,
-        engine.max_automaton_seconds,
-        engine.max_automaton_search,
-    )
     return BuildInput(
         grammar,
         vocabulary_of(tokenizer, vllm_config.model_config.hf_config.vocab_size),
-        *limits,
+        engine.max_automaton_states,
+        engine.max_automaton_seconds,
+        engine.max_automaton_search,
     )
 
 
@@ -417,15 +407,13 @@ def vocabulary_of(tokenizer: TokenizerLike | None, vocab_size: int) -> Vocabular
     used = [
         number
         for number, text in enumerate(spelled)
-        if text.decode(errors="ignore").encode() == text != b""
+        if text and text.decode(errors="ignore").encode() == text
     ]
     sample = used[:: max(1, len(used) // _SAMPLE_SIZE)]
     spaced = [number for number in used if spelled[number].startswith(b" ")][:8]
     for numbers in (sample, *([number] for number in (*spaced, *sample[:32]))):
-        if (
-            backend.decode(numbers)
-            != b"".join(spelled[number] for number in numbers).decode()
-        ):
+        text = b"".join(spelled[number] for number in numbers).decode()
+        if backend.decode(numbers) != text:
             raise _refused("it decodes tokens to other text than the bytes of each")
     return Vocabulary(spelled)
 
