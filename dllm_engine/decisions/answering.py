@@ -14,9 +14,9 @@ from vllm.exceptions import (
     VLLMValidationError,
 )
 
-from dllm_engine.decisions.asking import Asking, Message, Row, fields_by_question
+from dllm_engine.decisions.asking import Asking, Row
 from dllm_engine.decisions.openai_form import read_questions
-from dllm_engine.decisions.questions import Answer, Question
+from dllm_engine.decisions.questions import Answer, Answered, Message, Question
 from dllm_engine.figures import DiffusionFigures
 from dllm_engine.options import EngineOptions
 from dllm_engine.request_options.errors import InvalidRequestError
@@ -76,16 +76,6 @@ class Questions:
         return read_questions([dict(each) for each in self.questions])
 
 
-class Answered(NamedTuple):
-    """Answers to questions. The prompts of all rows have ``num_tokens``, of which
-    ``num_shared`` were read from pages that other rows share.
-    """
-
-    answers: list[Answer]
-    num_tokens: int
-    num_shared: int
-
-
 class _RowResult(NamedTuple):
     """The engine's answer to a row, and the tokens of its prompt."""
 
@@ -112,8 +102,7 @@ def answer_all(
     answers = []
     for own, (_, each) in zip(rows_of, asked, strict=True):
         decisions = [result.decision for result in islice(results, len(own))]
-        read = fields_by_question(own, decisions)
-        answers.append(asking.answers(each.read, read))
+        answers.append(asking.answers(each.read, own, decisions))
     return answers
 
 
@@ -160,12 +149,13 @@ async def answer_over_http(
         return _RowResult(_result(output), len(prompt), output.num_cached_tokens or 0)
 
     results = await _all_of([ask(number, row) for number, row in enumerate(rows)])
-    read = fields_by_question(rows, [each.figures.decision for each in results])
+    decisions = [each.figures.decision for each in results]
     num_tokens = sum(each.num_tokens for each in results)
     num_shared = sum(each.num_shared for each in results)
     num_rows = sum(each.figures.tokens_computed for each in results)
     counter.add(len(questions), num_rows, num_tokens, num_shared)
-    return Answered(asking.answers(questions, read), num_tokens, num_shared)
+    answers = asking.answers(questions, rows, decisions)
+    return Answered(answers, num_tokens, num_shared)
 
 
 def _check_length(prompt_length: int, row: Row, limit: int) -> None:

@@ -27,6 +27,7 @@ from dllm_engine.decisions.calibration import Calibration, Reading, Readings
 from dllm_engine.decisions.questions import (
     MOST_OPTIONS,
     Answer,
+    Message,
     Option,
     Question,
     QuestionError,
@@ -37,8 +38,8 @@ from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.request_options.sampling_params import DECISION
 from dllm_engine.structured_output.requests import serialized_tokenizer
 
-Message = dict[str, Any]
-"""A message of a chat: ``role`` and ``content``."""
+Decisions = Sequence[Mapping[str, Any]]
+"""The fields that were decided in each row, in the order of its questions."""
 
 TEMPLATE_FILE = "decision_template.jinja"
 """In the folder of a checkpoint that brings its own words."""
@@ -168,10 +169,8 @@ class Row:
 
     messages: list[Message]
     params: SamplingParams
-    numbers: tuple[int, ...]
-    """Numbers of the request's questions that it answers."""
-    readings: tuple[Reading, ...]
-    """A reading of each of them."""
+    readings: Mapping[int, Reading]
+    """A reading of each question that it answers, by its number in the request."""
 
 
 class Asking:
@@ -276,7 +275,7 @@ class Asking:
             extra_args={DECISION: packed, "passes": 1},
         )
         asking = self._with_question(messages, shown)
-        return Row(asking, params, tuple(readings), tuple(readings.values()))
+        return Row(asking, params, readings)
 
     def _with_question(
         self, messages: Sequence[Message], shown: list[dict[str, Any]]
@@ -308,53 +307,44 @@ class Asking:
             raise InvalidRequestError(f"decision_template: {macro}: {error}") from None
 
     def answers(
-        self, questions: Sequence[Question], read: Mapping[int, "FieldsRead"]
+        self, questions: Sequence[Question], rows: Sequence[Row], decisions: Decisions
     ) -> list[Answer]:
-        """The answers to all questions. ``read``: as of ``fields_by_question``."""
+        """The answers to all questions, of which ``rows`` were asked."""
+        readings, masses = readings_of(rows, decisions)
         answers = []
         for number, question in enumerate(questions):
-            shares, mass = np.ones(1), 1.0
-            if number in read:
-                mass = read[number][0][1]["label_mass"]
+            shares = np.ones(1)
+            if number in readings:
                 correction = self.calibration.of(question.kind)
-                shares = correction.applied(readings_of(read[number]))
-            answers.append(answered(question, shares, mass))
+                shares = correction.applied(readings[number])
+            answers.append(answered(question, shares, masses.get(number, 1.0)))
         return answers
 
 
-FieldsRead = list[tuple[Reading, Mapping[str, Any]]]
-"""The field of a question's decision in each reading of it."""
-
-
-def readings_of(fields: FieldsRead) -> Readings:
-    """The probabilities of the options in their own order."""
-    readings = Readings([], [])
-    for reading, field in fields:
-        shares = [0.0] * len(reading.order)
-        for each in field["distribution"]:
-            shares[reading.order[each["value"]]] = each["probability"]
-        (readings.blank if reading.is_blank else readings.asked).append(shares)
-    return readings
+def readings_of(
+    rows: Sequence[Row], decisions: Decisions
+) -> tuple[dict[int, Readings], dict[int, float]]:
+    """The probabilities of each question's options in their own order, and the label
+    mass of its first reading, of all questions that were asked, by their numbers.
+    """
+    readings: dict[int, Readings] = {}
+    masses: dict[int, float] = {}
+    for row, decision in zip(rows, decisions, strict=True):
+        fields = zip(row.readings.items(), decision.values(), strict=True)
+        for (number, reading), field in fields:
+            shares = [0.0] * len(reading.order)
+            for each in field["distribution"]:
+                shares[reading.order[each["value"]]] = each["probability"]
+            own = readings.setdefault(number, Readings([], []))
+            (own.blank if reading.is_blank else own.asked).append(shares)
+            masses.setdefault(number, field["label_mass"])
+    return readings, masses
 
 
 def check_files(options: EngineOptions, model: str) -> None:
     """Raise ``ValueError`` for a template or a calibration that cannot be read."""
     read_template(_template_file(options, model))
     Calibration.read(options.decision_calibration)
-
-
-def fields_by_question(
-    rows: Sequence[Row], decisions: Sequence[Mapping[str, Any]]
-) -> dict[int, FieldsRead]:
-    """The fields of each question that was asked, as its readings are listed.
-    ``decisions``: what was decided in each row.
-    """
-    read: dict[int, FieldsRead] = {}
-    for row, decision in zip(rows, decisions, strict=True):
-        readings = zip(row.numbers, row.readings, strict=True)
-        for place, (number, reading) in enumerate(readings):
-            read.setdefault(number, []).append((reading, decision[str(place)]))
-    return read
 
 
 def _template_file(options: EngineOptions, model: str) -> Path:

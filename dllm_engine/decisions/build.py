@@ -34,21 +34,14 @@ _BUILT_AT_ONCE = 8
 """Transitions that are looked at in the time of a search of one, where a lattice is
 built.
 """
-
-_BEGINNING_COST = 150
+_BEGINNING_COST = 200
 """To go on with a beginning of a text, from a state of a pattern, takes as long as to
 search so many transitions.
 """
-_LENGTH_COST = 16
-"""And for each length that the text of a token may have, up to the longest one."""
-_POSITIONS_AT_ONCE = 2
-"""Positions of the state that are looked at for a beginning in the time of a search of
-one transition.
+_PLACED_AT_ONCE = 8
+"""Tokens at each position that may follow it, which are looked at in the time of a
+search of one transition.
 """
-_TOKENS_AT_ONCE = 2
-"""Tokens that may follow it, of which the same is true."""
-_EDGES_AT_ONCE = 16
-"""Tokens at each position, of which the same is true."""
 _SPARE_BEGINNINGS = 16
 """A search for ``top_k`` values goes on with at least so many beginnings more from each
 state.
@@ -246,17 +239,8 @@ def _beginnings(graph: Graph, is_pattern: Sequence[bool], wanted: DecisionInput)
         raise ValueError(
             f"top_k={wanted.top_k}: ask for 1 value of each pattern at least"
         )
-    longest = np.zeros(len(is_pattern), np.int64)
-    np.maximum.at(
-        longest, edges["field"], np.diff(wanted.vocabulary.starts)[edges["token"]]
-    )
-    states, firsts = np.unique(edges["target"], return_index=True)
-    num_positions = graph.num_positions
-    cost = _BEGINNING_COST * len(states)
-    cost += _LENGTH_COST * int(longest[edges["field"][firsts]].sum())
-    cost += int(num_positions[states].sum()) // _POSITIONS_AT_ONCE
-    cost += len(edges) // _TOKENS_AT_ONCE
-    cost += int(num_positions[edges["source"]].sum()) // _EDGES_AT_ONCE
+    cost = _BEGINNING_COST * len(np.unique(edges["target"]))
+    cost += int(graph.num_positions[edges["source"]].sum()) // _PLACED_AT_ONCE
     allowed = wanted.max_search // cost
     needed = wanted.top_k + _SPARE_BEGINNINGS
     if needed > allowed:

@@ -5,13 +5,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple, get_args
 
 import numpy as np
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from dllm_engine.decisions.questions import Question
+from dllm_engine.decisions.questions import Kind, Question
+from dllm_engine.text import explain
 
-KINDS = ("yes_no", "choice", "score")
+KINDS: tuple[Kind, ...] = get_args(Kind)
 SMALLEST = 1e-12
 """Probabilities below it count as this much."""
 MOST_ORDERS = 4
@@ -42,9 +44,11 @@ class Correction:
     the prior, at a temperature.
     """
 
-    temperature: float = 1.0
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Above 1 the answers are less sure."""
-    orders: int = 1
+    orders: Annotated[int, Field(ge=1, le=MOST_ORDERS)] = 1
     """In so many orders the options are listed, if they have so many."""
     has_prior: bool = False
     """Divide by the probabilities that the options have without an input."""
@@ -87,14 +91,14 @@ def _log_mean(shares: Sequence[Sequence[float]]) -> np.ndarray:
 class Calibration:
     """A correction for each kind of question that needs one."""
 
-    corrections: Mapping[str, Correction] = field(default_factory=dict)
+    corrections: Mapping[Kind, Correction] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: str | None) -> "Calibration":
         """The calibration in a file; raises ``ValueError`` for one that has none."""
         return cls() if path is None else _read(path)
 
-    def of(self, kind: str) -> Correction:
+    def of(self, kind: Kind) -> Correction:
         return self.corrections.get(kind, Correction())
 
     def write(self, path: Path) -> None:
@@ -102,28 +106,19 @@ class Calibration:
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
+_CORRECTIONS = TypeAdapter(dict[Kind, Correction])
+
+
 @lru_cache(maxsize=4)
 def _read(path: str) -> Calibration:
     try:
-        given = json.loads(Path(path).read_text(encoding="utf-8"))
-        corrections = {kind: Correction(**each) for kind, each in given.items()}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+        content = Path(path).read_bytes()
+        corrections = _CORRECTIONS.validate_json(content, strict=True)
+    except ValidationError as error:
         raise ValueError(
             f"decision_calibration={path!r} is no file that dllm calibrate wrote: "
-            f"{error!r}"
+            f"{explain(error, '')}"
         ) from None
-    for kind, each in corrections.items():
-        is_right = (
-            kind in KINDS
-            and isinstance(each.temperature, int | float)
-            and 0 < each.temperature < np.inf
-            and each.orders in range(1, MOST_ORDERS + 1)
-            and isinstance(each.has_prior, bool)
-        )
-        if not is_right:
-            raise ValueError(
-                f"decision_calibration={path!r}: {kind}: {asdict(each)}; allowed are "
-                f"{', '.join(KINDS)} with a temperature above 0, 1 … {MOST_ORDERS} "
-                f"orders, and has_prior true or false"
-            )
+    except OSError as error:
+        raise ValueError(f"decision_calibration={path!r}: {error}") from None
     return Calibration(corrections)

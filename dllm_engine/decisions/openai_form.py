@@ -10,15 +10,17 @@ from dllm_engine.decisions.questions import (
     MOST_OPTIONS,
     MOST_QUESTIONS,
     Answer,
+    Answered,
+    Message,
     Option,
     Question,
     QuestionError,
     yes_no,
 )
 
-Message = dict[str, str]
-"""A message of a chat: ``role`` and ``content``."""
-
+REFUSAL_STATUS = 400
+OF_QUESTIONS = ("input", "state", "questions")
+"""Fields of bodies that ask questions."""
 _FIELDS = {
     "model",
     "input",
@@ -50,10 +52,19 @@ _DEEPEST_JSON, _MOST_JSON_VALUES, _MOST_JSON_BYTES = 32, 10_000, 256 << 10
 
 def read_request(body: dict[str, Any]) -> tuple[list[Message], list[Question]]:
     """The input as messages, and the questions; raises ``QuestionError``."""
+    asked = [name for name in OF_QUESTIONS if name in body]
+    if not asked:
+        raise QuestionError(
+            [], "Give a JSON object with input and questions, or with fields."
+        )
+    if "fields" in body:
+        raise QuestionError(
+            ["fields"], f"fields and {asked[0]} are two forms of a decision; give one"
+        )
     _refuse_unknown(body, _FIELDS, [])
-    identifier = _optional_text(body, "safety_identifier", 128)
-    cache_key = _optional_text(body, "prompt_cache_key", 64)
-    del identifier, cache_key  # for services that bill
+    for name, longest in (("safety_identifier", 128), ("prompt_cache_key", 64)):
+        if len(_optional_text(body, name, []) or "") > longest:
+            raise QuestionError([name], f"Expected a string of at most {longest}.")
     return read_input(body.get("input")), read_questions(body.get("questions"))
 
 
@@ -71,9 +82,7 @@ def read_question(given: Any, place: list[str | int]) -> Question:
     given = _object(given, place)
     kind = given.get("type")
     known = {"type", "name", "instructions"}
-    name = given.get("name")
-    if name is not None and not isinstance(name, str):
-        raise QuestionError([*place, "name"], "Expected a string.")
+    _optional_text(given, "name", place)
     if kind not in ("predicate", "choice", "score"):
         raise QuestionError(
             [*place, "type"], "Expected 'predicate', 'choice' or 'score'."
@@ -86,49 +95,31 @@ def read_question(given: Any, place: list[str | int]) -> Question:
     )
     if kind == "predicate":
         return yes_no(instructions)
-    if kind == "choice":
-        return Question("choice", instructions, _choices(given.get("choices"), place))
-    return Question("score", instructions, _levels(given.get("levels"), place))
+    if kind == "score":
+        levels = _options(given, "levels", "label", str, place)
+        return Question("score", instructions, levels)
+    choices = _options(given, "choices", "value", str | bool, place)
+    if len({(type(each.label), each.label) for each in choices}) < len(choices):
+        raise QuestionError([*place, "choices"], "Each choice must be unique.")
+    return Question("choice", instructions, choices)
 
 
-def _choices(given: Any, place: list[str | int]) -> tuple[Option, ...]:
-    place = [*place, "choices"]
-    _check_count(given, place, "choices")
-    options = []
-    for i, each in enumerate(given):
-        choice = _object(each, [*place, i], {"value", "description"})
-        value = choice.get("value")
-        if not isinstance(value, str | bool):
-            raise QuestionError([*place, i, "value"], "Expected a string or boolean.")
-        options.append(Option(value, _description(choice, [*place, i])))
-    typed = {(type(option.label), option.label) for option in options}
-    if len(typed) < len(options):
-        raise QuestionError(place, "Each choice must be unique.")
-    return tuple(options)
-
-
-def _levels(given: Any, place: list[str | int]) -> tuple[Option, ...]:
-    place = [*place, "levels"]
-    _check_count(given, place, "levels")
-    options = []
-    for i, each in enumerate(given):
-        level = _object(each, [*place, i], {"label", "description"})
-        if not isinstance(level.get("label"), str):
-            raise QuestionError([*place, i, "label"], "Expected a string.")
-        options.append(Option(level["label"], _description(level, [*place, i])))
-    return tuple(options)
-
-
-def _check_count(given: Any, place: list[str | int], what: str) -> None:
+def _options(
+    question: dict[str, Any], of: str, label: str, kinds: Any, place: list[str | int]
+) -> tuple[Option, ...]:
+    """The options that a question has as ``of``, with labels of these kinds."""
+    given, place = question.get(of), [*place, of]
     if not isinstance(given, list) or not 2 <= len(given) <= MOST_OPTIONS:
-        raise QuestionError(place, f"Provide between 2 and {MOST_OPTIONS} {what}.")
-
-
-def _description(given: dict[str, Any], place: list[str | int]) -> str:
-    text = given.get("description")
-    if text is not None and not isinstance(text, str):
-        raise QuestionError([*place, "description"], "Expected a string.")
-    return text or ""
+        raise QuestionError(place, f"Provide between 2 and {MOST_OPTIONS} {of}.")
+    options = []
+    for i, each in enumerate(given):
+        option, own = _object(each, [*place, i], {label, "description"}), [*place, i]
+        if not isinstance(option.get(label), kinds):
+            expected = "string" if kinds is str else "string or boolean"
+            raise QuestionError([*own, label], f"Expected a {expected}.")
+        description = _optional_text(option, "description", own)
+        options.append(Option(option[label], description or ""))
+    return tuple(options)
 
 
 def read_input(given: Any) -> list[Message]:
@@ -253,11 +244,30 @@ def _refuse_unknown(
         raise QuestionError(error.place, f"Unknown parameter: '{error.path}'.")
 
 
-def _optional_text(body: dict[str, Any], name: str, longest: int) -> str | None:
-    text = body.get(name)
-    if text is not None and not (isinstance(text, str) and len(text) <= longest):
-        raise QuestionError([name], f"Expected a string of at most {longest}.")
+def _optional_text(
+    given: dict[str, Any], name: str, place: list[str | int]
+) -> str | None:
+    text = given.get(name)
+    if text is not None and not isinstance(text, str):
+        raise QuestionError([*place, name], "Expected a string.")
     return text
+
+
+def response(body: dict[str, Any], model: str, answered: Answered) -> dict[str, Any]:
+    """The body of an answer."""
+    names = [given.get("name") for given in body["questions"]]
+    usage = {
+        "input_tokens": answered.num_tokens,
+        "input_tokens_details": {
+            "cached_tokens": answered.num_shared,
+            "cache_write_tokens": 0,
+        },
+        "output_tokens": 0,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": answered.num_tokens,
+    }
+    answers = map(answer_form, answered.answers, names)
+    return {"model": model, "answers": [*answers], "usage": usage}
 
 
 def answer_form(answer: Answer, name: str | None) -> dict[str, Any]:
@@ -279,12 +289,23 @@ def answer_form(answer: Answer, name: str | None) -> dict[str, Any]:
     return {**own, "probabilities": listed, "confidence": answer.confidence, **extra}
 
 
-def usage_form(num_tokens: int, num_cached: int) -> dict[str, Any]:
-    """Usage in OpenAI's form. ``num_tokens``: of the prompts of all rows."""
-    return {
-        "input_tokens": num_tokens,
-        "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
-        "output_tokens": 0,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": num_tokens,
-    }
+def refusal(body: Any, error: QuestionError) -> dict[str, Any]:
+    """The body of an answer that says what is wrong with the request."""
+    return _error(error.message, "invalid_request_error", error.path, None)
+
+
+def failure(status: int, message: str, code: str) -> dict[str, Any]:
+    """The body of an answer with another status."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    if status == 404:
+        return _error(message, kind, "model", "model_not_found")
+    if code:  # clients look for these words
+        message = f"Input tokens exceed the configured limit. {message}"
+    return _error(message, kind, "input" if code else None, code or None)
+
+
+def _error(
+    message: str, kind: str, param: str | None, code: str | None
+) -> dict[str, Any]:
+    error = {"message": message, "type": kind, "param": param or None, "code": code}
+    return {"error": error}

@@ -5,14 +5,20 @@ in: yes or no, a choice of labels, a score over ordered levels.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+
+Message = dict[str, Any]
+"""A message of a chat: ``role`` and ``content``."""
 
 MOST_QUESTIONS = 400
 """The most questions of a request."""
 MOST_OPTIONS = 255
 """The most labels of a question."""
+
+
+Kind = Literal["yes_no", "choice", "score"]
 
 
 class QuestionError(ValueError):
@@ -47,7 +53,7 @@ class Question:
     0.
     """
 
-    kind: Literal["yes_no", "choice", "score"]
+    kind: Kind
     instructions: str
     options: tuple[Option, ...]
 
@@ -139,3 +145,13 @@ def answered(
     total = np.asarray(shares, np.float64)
     probabilities = (total / total.sum()).clip(0.0, 1.0)
     return Answer(question, tuple(probabilities.tolist()), _clamped(label_mass))
+
+
+class Answered(NamedTuple):
+    """Answers to questions. The prompts of all rows have ``num_tokens``, of which
+    ``num_shared`` were read from pages that other rows share.
+    """
+
+    answers: list[Answer]
+    num_tokens: int
+    num_shared: int

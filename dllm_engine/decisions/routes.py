@@ -23,8 +23,6 @@ from dllm_engine.decisions.questions import QuestionError
 DECISIONS, SYSTEM_ONE, MODELS = "/v1/decisions", "/v1/systemone", "/v1/models"
 ROUTES = (DECISIONS, SYSTEM_ONE, MODELS)
 """The routes that stand before vLLM's own."""
-_OF_QUESTIONS = ("input", "state", "questions")
-"""Fields of bodies that ask questions."""
 
 
 async def _read_body(raw_request: Request) -> bytes:
@@ -42,7 +40,7 @@ def add_routes(app: Any) -> None:
         read = _parsed(body)
         if _asks_for_fields(read):
             return await http.create_decision(_fields_of(read), raw_request)
-        protocol = _system_one if _is_system_one(read) else _openai
+        protocol = systemone_form if _is_system_one(read) else openai_form
         return await _answered(protocol, read, raw_request)
 
     async def create_system_one(body: Body, raw_request: Request) -> JSONResponse:
@@ -50,7 +48,7 @@ def add_routes(app: Any) -> None:
         # Only images come in a form.
         is_form = kind.startswith("multipart/form-data")
         read = {"assets": {}} if is_form else _parsed(body)
-        return await _answered(_system_one, read, raw_request)
+        return await _answered(systemone_form, read, raw_request)
 
     async def show_models(raw_request: Request) -> JSONResponse:
         models = raw_request.app.state.openai_serving_models
@@ -75,7 +73,7 @@ def add_routes(app: Any) -> None:
 
 def _asks_for_fields(body: Any) -> bool:
     keys = body.keys() if isinstance(body, dict) else set()
-    return "fields" in keys and not keys & {*_OF_QUESTIONS}
+    return "fields" in keys and not keys & {*openai_form.OF_QUESTIONS}
 
 
 def _is_system_one(body: Any) -> bool:
@@ -106,136 +104,40 @@ def _fields_of(body: dict[str, Any]) -> http.DecisionRequest:
 
 
 async def _answered(protocol: Any, body: Any, raw_request: Request) -> JSONResponse:
-    """The answer in a protocol, and its errors."""
+    """The answer in a protocol, and its errors. ``protocol``: ``openai_form`` or
+    ``systemone_form``.
+    """
     request_id = f"decision-{random_uuid()}"
+    state = raw_request.app.state
     try:
-        content, status = await protocol.answer(body, raw_request, request_id), 200
+        if not isinstance(body, dict):
+            raise QuestionError([], "the body must be a JSON object")
+        messages, questions = protocol.read_request(body)
+        model = _model_of(body, state.openai_serving_models)
+        answered = await answer_over_http(
+            state, model, messages, questions, _joint_of(body), request_id
+        )
+        content, status = protocol.response(body, model, answered), 200
     except QuestionError as error:
-        content, status = protocol.refusal(body, error), protocol.refusal_status
+        content, status = protocol.refusal(body, error), protocol.REFUSAL_STATUS
     except HTTPException as error:
-        content = protocol.failure(error.status_code, str(error.detail), "")
         status = error.status_code
+        content = protocol.failure(status, str(error.detail), "")
     except Exception as error:
         failure = create_error_response(error).error
-        is_too_long = getattr(error, "parameter", None) in (
-            "input_tokens",
-            "input_text",
-        )
-        code = "context_length_exceeded" if is_too_long else ""
-        content = protocol.failure(failure.code, failure.message, code)
-        status = failure.code
+        too_long = ("input_tokens", "input_text")
+        is_too_long = getattr(error, "parameter", None) in too_long
+        status, code = failure.code, "context_length_exceeded" if is_too_long else ""
+        content = protocol.failure(status, failure.message, code)
     headers = {"x-request-id": request_id, "x-typesafe-request-id": request_id}
     return JSONResponse(content, status, headers)
 
 
-class _OpenAI:
-    """OpenAI's protocol."""
-
-    refusal_status = 400
-
-    async def answer(
-        self, body: Any, raw_request: Request, request_id: str
-    ) -> dict[str, Any]:
-        if not isinstance(body, dict) or not body.keys() & {"input", "questions"}:
-            raise QuestionError(
-                [], "Give a JSON object with input and questions, or with fields."
-            )
-        if "fields" in body:
-            other = next(name for name in _OF_QUESTIONS if name in body)
-            raise QuestionError(
-                ["fields"], f"fields and {other} are two forms of a decision; give one"
-            )
-        model = _model_of(body)
-        messages, questions = openai_form.read_request(body)
-        answered = await answer_over_http(
-            raw_request.app.state,
-            model,
-            messages,
-            questions,
-            _joint_of(body),
-            request_id,
-        )
-        return {
-            "model": model,
-            "answers": [
-                openai_form.answer_form(answer, given.get("name"))
-                for answer, given in zip(
-                    answered.answers, body["questions"], strict=True
-                )
-            ],
-            "usage": openai_form.usage_form(answered.num_tokens, answered.num_shared),
-        }
-
-    def refusal(self, body: Any, error: QuestionError) -> dict[str, Any]:
-        return self._error(error.message, "invalid_request_error", error.path, None)
-
-    def failure(self, status: int, message: str, code: str) -> dict[str, Any]:
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        if status == 404:
-            return self._error(message, kind, "model", "model_not_found")
-        if code:  # clients look for these words
-            message = f"Input tokens exceed the configured limit. {message}"
-        return self._error(message, kind, "input" if code else None, code or None)
-
-    def _error(
-        self, message: str, kind: str, param: str | None, code: str | None
-    ) -> dict[str, Any]:
-        error = {"message": message, "type": kind, "param": param or None, "code": code}
-        return {"error": error}
-
-
-class _SystemOne:
-    """TypeSafe's protocol."""
-
-    refusal_status = 422
-
-    async def answer(
-        self, body: Any, raw_request: Request, request_id: str
-    ) -> dict[str, Any]:
-        if not isinstance(body, dict):
-            raise QuestionError([], "the body must be a JSON object")
-        state, questions = systemone_form.read_request(body)
-        asked = _model_of(body)
-        models = raw_request.app.state.openai_serving_models
-        is_default = asked == systemone_form.DEFAULT_MODEL
-        model = models.model_name() if is_default else asked
-        answered = await answer_over_http(
-            raw_request.app.state,
-            model,
-            [{"role": "user", "content": state}],
-            list(questions.values()),
-            _joint_of(body),
-            request_id,
-        )
-        given = body["questions"]
-        answers = zip(questions, answered.answers, strict=True)
-        return {
-            "model": model,
-            "answers": {
-                name: systemone_form.answer_form(answer, given[name])
-                for name, answer in answers
-            },
-            "usage": {"input_tokens": answered.num_tokens, "output_tokens": 0},
-        }
-
-    def refusal(self, body: Any, error: QuestionError) -> dict[str, Any]:
-        place = list(error.place)
-        if len(place) > 1 and isinstance(place[1], int):
-            place[1] = [*body["questions"]][place[1]]
-        return systemone_form.errors_form(QuestionError(place, error.message))
-
-    def failure(self, status: int, message: str, code: str) -> dict[str, Any]:
-        kind = "api_usage_error" if status < 500 else "internal_server_error"
-        return systemone_form.error_form(code or kind, message)
-
-
-_openai, _system_one = _OpenAI(), _SystemOne()
-
-
-def _model_of(body: dict[str, Any]) -> str:
+def _model_of(body: dict[str, Any], served: Any) -> str:
     if not isinstance(model := body.get("model"), str):
         raise QuestionError(["model"], "model must be a string")
-    return model
+    is_default = model == systemone_form.DEFAULT_MODEL
+    return str(served.model_name()) if is_default else model
 
 
 def _joint_of(body: dict[str, Any]) -> bool | None:

@@ -6,6 +6,8 @@ from dllm_engine.decisions.questions import (
     MOST_OPTIONS,
     MOST_QUESTIONS,
     Answer,
+    Answered,
+    Message,
     Option,
     Question,
     QuestionError,
@@ -13,6 +15,7 @@ from dllm_engine.decisions.questions import (
     yes_no,
 )
 
+REFUSAL_STATUS = 422
 DEFAULT_MODEL = "jev-latest"
 """The model name of clients that name none."""
 MOST_LEVELS = 10
@@ -20,8 +23,8 @@ MOST_LEVELS = 10
 _KINDS = ("noul", "choice", "score")
 
 
-def read_request(body: dict[str, Any]) -> tuple[str, dict[str, Question]]:
-    """The text of the state, and the questions by name; raises ``QuestionError``."""
+def read_request(body: dict[str, Any]) -> tuple[list[Message], list[Question]]:
+    """The state as a message, and the questions; raises ``QuestionError``."""
     for name in ("assets", "images"):
         if body.get(name) is not None:
             raise QuestionError(
@@ -35,8 +38,8 @@ def read_request(body: dict[str, Any]) -> tuple[str, dict[str, Question]]:
         raise QuestionError(
             ["questions"], f"questions must be an object of 1 to {MOST_QUESTIONS}"
         )
-    read = {name: _question(name, each) for name, each in questions.items()}
-    return as_text(state), read
+    messages = [{"role": "user", "content": as_text(state)}]
+    return messages, [_question(name, each) for name, each in questions.items()]
 
 
 def _question(name: str, given: Any) -> Question:
@@ -130,12 +133,28 @@ def answer_form(answer: Answer, given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def errors_form(error: QuestionError) -> dict[str, Any]:
-    """The body of an answer with status 422."""
-    detail = {"loc": ["body", *error.place], "msg": error.message}
-    return {"detail": [detail | {"type": "value_error"}]}
+def response(body: dict[str, Any], model: str, answered: Answered) -> dict[str, Any]:
+    """The body of an answer."""
+    asked = zip(body["questions"].items(), answered.answers, strict=True)
+    return {
+        "model": model,
+        "answers": {
+            name: answer_form(answer, given) for (name, given), answer in asked
+        },
+        "usage": {"input_tokens": answered.num_tokens, "output_tokens": 0},
+    }
 
 
-def error_form(kind: str, message: str) -> dict[str, Any]:
+def refusal(body: Any, error: QuestionError) -> dict[str, Any]:
+    """The body of an answer that says what is wrong with the request."""
+    place = list(error.place)
+    if len(place) > 1 and isinstance(place[1], int):
+        place[1] = [*body["questions"]][place[1]]
+    detail = {"loc": ["body", *place], "msg": error.message, "type": "value_error"}
+    return {"detail": [detail]}
+
+
+def failure(status: int, message: str, code: str) -> dict[str, Any]:
     """The body of an answer with another status."""
-    return {"detail": {"error_type": kind, "message": message}}
+    kind = "api_usage_error" if status < 500 else "internal_server_error"
+    return {"detail": {"error_type": code or kind, "message": message}}

@@ -16,7 +16,6 @@ from dllm_engine.batch import settings_digest
 from dllm_engine.decisions.asking import (
     Asking,
     Row,
-    fields_by_question,
     readings_of,
 )
 from dllm_engine.decisions.calibration import (
@@ -142,9 +141,8 @@ def _readings(
     readings = []
     for rows in rows_of:
         decisions = [next(outputs).outputs[0].diffusion.decision for _ in rows]
-        read = fields_by_question(rows, decisions)
-        one_option = Readings([[1.0]], [[1.0]])
-        readings.append(readings_of(read[0]) if read else one_option)
+        read, _ = readings_of(rows, decisions)
+        readings.append(read.get(0, Readings([[1.0]], [[1.0]])))  # of one option
     return readings
 
 

@@ -148,9 +148,6 @@ class QuestionTask(Task):
 
     def score(self, engine: MeasuredEngine, decoding: dict[str, Any]) -> Result:
         """The share of right answers, its calibration and Brier score."""
-        # Here, so that the command line does not load vLLM.
-        from dllm_engine.decisions.asking import fields_by_question
-
         unused = decoding.keys() - {"gen_length", "seed"}
         if unused:
             raise ValueError(
@@ -169,8 +166,7 @@ class QuestionTask(Task):
         shares, masses = [], []
         for each, own in zip(self.questions, rows, strict=True):
             decisions = [next(results).diffusion.decision for _ in own]
-            read = fields_by_question(own, decisions)
-            (answer,) = asking.answers([each.question], read)
+            (answer,) = asking.answers([each.question], own, decisions)
             shares.append(np.array(answer.probabilities))
             masses.append(answer.label_mass)
         scores = scores_of(shares, [each.answer for each in self.questions])

@@ -182,9 +182,8 @@ def test_both_ways_of_asking(engines, folder_of, model, way, joint):
     )
     questions = Questions(QUESTIONS).read
     rows = asking.rows([{"role": "user", "content": TEXT}], questions, joint)
-    assert [row.numbers for row in rows] == (
-        [(0, 1, 2)] if joint else [(0,), (1,), (2,)]
-    )
+    numbers = [[*row.readings] for row in rows]
+    assert numbers == ([[0, 1, 2]] if joint else [[0], [1], [2]])
     for row in rows:
         decision = unpacked_decision(row.params.extra_args[DECISION])
         prompt = tokenizer.apply_chat_template(
@@ -192,7 +191,7 @@ def test_both_ways_of_asking(engines, folder_of, model, way, joint):
         )
         tokens = tokenizer.encode(prompt, add_special_tokens=False)
         shares = shares_by_graph(plain, tokens, decision, tokenizer.eos_token_id)
-        for place, number in enumerate(row.numbers):
+        for place, number in enumerate(row.readings):
             assert answers[number].probabilities == pytest.approx(
                 shares[place], abs=1e-4
             )

@@ -132,7 +132,7 @@ def test_input_json_has_limits():
 
 
 def test_systemone_questions():
-    state, questions = systemone_form.read_request(
+    (message,), (noul, choice, score) = systemone_form.read_request(
         {
             "state": {"ä": 1},
             "questions": {
@@ -143,10 +143,10 @@ def test_systemone_questions():
             "unknown": 1,
         }
     )
-    assert state == '{"ä": 1}'
-    assert questions["n"].options[0].description == '{"k": 1}'
-    assert [option.label for option in questions["c"].options] == ["b", "a"]
-    assert questions["s"].instructions == '["x"]'
+    assert message == {"role": "user", "content": '{"ä": 1}'}
+    assert noul.options[0].description == '{"k": 1}'
+    assert [option.label for option in choice.options] == ["b", "a"]
+    assert score.instructions == '["x"]'
 
 
 @pytest.mark.parametrize(
