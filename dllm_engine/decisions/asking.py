@@ -81,11 +81,15 @@ class Spelling:
 
     def escaped_question(self, question: Question) -> Question:
         """The question with such texts."""
-        options = []
-        for each in question.options:
-            label = each.label
-            label = self.escaped(label) if isinstance(label, str) else label
-            options.append(Option(label, self.escaped(each.description)))
+        options = [
+            Option(
+                each.label
+                if isinstance(each.label, bool)
+                else self.escaped(each.label),
+                self.escaped(each.description),
+            )
+            for each in question.options
+        ]
         instructions = self.escaped(question.instructions)
         return Question(question.kind, instructions, tuple(options))
 
@@ -208,30 +212,24 @@ class Asking:
         is_joint = self.options.decision_joint if joint is None else joint
         text = self._escaped(messages)
         return [
-            self._row([] if is_blank else text, questions, readings)
-            for is_blank, readings in self._groups(questions, is_joint=is_joint)
+            self._row(text, questions, readings)
+            for readings in self._groups(questions, is_joint=is_joint)
         ]
 
     def _groups(
         self, questions: Sequence[Question], *, is_joint: bool
-    ) -> list[tuple[bool, dict[int, Reading]]]:
-        """What each row reads: whether it has no input, and the readings of questions
-        by their numbers. A question with one option is not asked.
+    ) -> list[dict[int, Reading]]:
+        """The readings of questions by their numbers, for each row. A question with one
+        option is not asked.
         """
-        turns: dict[tuple[bool, int], dict[int, Reading]] = {}
+        groups: dict[tuple[int, int], dict[int, Reading]] = {}
         for number, question in enumerate(questions):
             if len(question.options) > 1:
                 readings = self.calibration.of(question.kind).readings(question)
                 for turn, reading in enumerate(readings):
-                    together = turns.setdefault((reading.is_blank, turn), {})
-                    together[number] = reading
-        groups = []
-        for (is_blank, _), together in sorted(turns.items()):
-            if is_joint:
-                groups.append((is_blank, together))
-            else:
-                groups += [(is_blank, {i: each}) for i, each in together.items()]
-        return groups
+                    row = (reading.is_blank, turn) if is_joint else (number, turn)
+                    groups.setdefault(row, {})[number] = reading
+        return [groups[row] for row in sorted(groups)]
 
     def _escaped(self, messages: Sequence[Message]) -> list[Message]:
         escaped = []
@@ -274,7 +272,8 @@ class Asking:
             output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args={DECISION: packed, "passes": 1},
         )
-        asking = self._with_question(messages, shown)
+        is_blank = any(each.is_blank for each in readings.values())
+        asking = self._with_question([] if is_blank else messages, shown)
         return Row(asking, params, readings)
 
     def _with_question(
