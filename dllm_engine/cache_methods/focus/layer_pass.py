@@ -20,18 +20,14 @@ from dllm_engine.cache_methods.focus.eviction import MaskedRows, OwnMasks
 from dllm_engine.cache_methods.focus.method import FocusOptions, FocusStep
 from dllm_engine.decoding.canvas_layout import Span
 from dllm_engine.decoding.step_plan import RefreshState, StepPlan
+from dllm_engine.kernels.paged_attention import paged_attention
 from dllm_engine.model_executor.batch_tables import ALL_LAYERS, TokenTables
 from dllm_engine.model_executor.canvas_store import Canvas
 from dllm_engine.model_executor.graphs.recording import HOST_BOUND_ROWS, padded
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
-from dllm_engine.model_executor.passes.base import (
-    GraphParts,
-    LayerPass,
-    Results,
-    attend_split,
-)
-from dllm_engine.model_executor.step_batch import SplitRows, StepBatch
+from dllm_engine.model_executor.passes.base import GraphParts, LayerPass, Results
+from dllm_engine.model_executor.step_batch import RowBounds, StepBatch
 from dllm_engine.model_executor.transfer import on_device
 
 EVICTING_LAYER = 1
@@ -84,7 +80,6 @@ class FocusPass(LayerPass):
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         self.batch, self.pages = batch, pages
         self.options = FocusOptions.of(batch.canvases[0].spec)
-        self.num_layers = pages.geometry.num_layers
         self.states = [
             self._state(plan, canvas)
             for plan, canvas in zip(batch.plans, batch.canvases, strict=True)
@@ -93,30 +88,25 @@ class FocusPass(LayerPass):
         diffusion alone.
         """
         masks = [self._masks(index) for index in range(len(batch.plans))]
-        self.drops_rows = any(own is not None for own in masks)
         width = max(canvas.spec.layout.attended_length for canvas in batch.canvases)
-        self.masked = MaskedRows(masks, width, batch.device)
+        self.masked = None
+        """None: no request drops rows."""
+        if any(own is not None for own in masks):
+            self.masked = MaskedRows(masks, width, batch.device)
         last_rows = np.array(batch.bounds[1:]) - 1
         ends = (batch.host_positions[last_rows] + 1).tolist()
         self.tables = TokenTables(batch, pages, head_len=ends)
         self.ends = on_device(ends, batch.device, torch.int32)
         """Tokens that the rows of each request attend to before some rows leave."""
-        self.alone = [
-            whole and own is None
-            for whole, own in zip(batch.computes_all(ends), masks, strict=True)
-        ]
         num_rows, self.graph_rows = batch.bounds[-1], 0
+        self.most_rows = batch.max_seqlen
         if (
             num_rows <= HOST_BOUND_ROWS
             and batch.limits is None
             and all(plan.state is RefreshState.REUSE for plan in batch.plans)
         ):
             self.graph_rows = padded(num_rows) or num_rows
-            self.alone = [False] * len(masks)
-        self.rows = batch.split_rows(self.alone)
-        """The rows that layers compute before some leave."""
-        if self.graph_rows:
-            self.rows.paged.max_seqlen = width
+            self.most_rows = width
         more = max(self.graph_rows - num_rows, 0)
         places = self.tables.slots(
             ALL_LAYERS, batch.requests, batch.positions, pages.page_size
@@ -142,8 +132,7 @@ class FocusPass(LayerPass):
 
     def _masks(self, index: int) -> OwnMasks | None:
         state, canvas = self.states[index], self.batch.canvases[index]
-        keeps_all = self.options.select == "none" or self.num_layers <= EVICTING_LAYER
-        if state is None or keeps_all:
+        if state is None or self.options.select == "none":
             return None
         block = _block(self.batch.plans[index], canvas)
         masked = block.start + np.flatnonzero(canvas.known[slice(*block)] < 0)
@@ -177,22 +166,22 @@ class FocusPass(LayerPass):
             self.requests,
             self.tables.tables,
             self.ends,
-            *self.rows.graph_inputs(),
-            *self.masked.graph_inputs(),
+            self.batch.cu_seqlens,
         ]
-        return GraphParts(self.drops_rows, inputs, self.graph_rows)
+        if self.masked is not None:
+            inputs += self.masked.graph_inputs()
+        return GraphParts(self.masked is not None, inputs, self.graph_rows)
 
     def finished(self, results: Results) -> tuple[torch.Tensor, Sequence[int]] | None:
-        return (results[0], self.num_finished) if self.drops_rows else None
+        return (results[0], self.num_finished) if results else None
 
     def __call__(
         self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases
     ) -> tuple[torch.Tensor, Results]:
         """The result is, where rows are dropped, whether each row went through all
         layers, bool ``[num_rows]``."""
-        num_rows, positions, split = len(hidden), phases.positions, self.rows
-        if self.recorded:
-            split.num_paged_rows = num_rows
+        num_rows, positions, masked = len(hidden), phases.positions, self.masked
+        bounds: RowBounds = self.batch
         self.tables.set_lengths(self.ends)
         slots = self.pages.slots(self.places[:, :num_rows])
         rows = torch.arange(num_rows, device=hidden.device)
@@ -200,43 +189,45 @@ class FocusPass(LayerPass):
         for index, layer in enumerate(layers):
             q, k, v = layer.qkv(layer.attn_norm(x), phases)
             self.pages.write(k, v, slots[index], rows)
-            evicts = self.drops_rows and index == EVICTING_LAYER
-            if self.drops_rows and index <= EVICTING_LAYER:
+            if masked is not None and index <= EVICTING_LAYER:
                 before = importance
-                importance = self.masked.importance(q, k)
-            if evicts:
-                stay = self._stay(importance - before, num_rows)
+                importance = masked.importance(q, k)
+            if masked is not None and index == EVICTING_LAYER:
+                # Every rank scores with its own heads; all must keep the same rows.
+                rises = tensor_model_parallel_all_reduce(importance - before)
+                stay = masked.stay(rises, num_rows, self.options)
                 results = [stay]
                 if self.recorded:
                     slots = slots.masked_fill(~stay[:, None], -1)
                 else:
-                    rows, split = self._compact(stay)
+                    rows, bounds = self._compact(stay)
                     x, phases = x[rows], phases[rows]
                     q, k, v = q[rows], k[rows], v[rows]
-            attended = layer.o_proj(
-                attend_split(index, self.tables, (q, k, v), split, attend_fresh=False)
+            attended = paged_attention(
+                q,
+                k,
+                v,
+                bounds.cu_seqlens,
+                self.tables.paged_tokens(index),
+                attend_fresh=False,
+                max_seqlen=self.most_rows,
+                limits=bounds.limits,
             )
-            x += layer.mlp(layer.mlp_norm(x, attended))
-            if evicts:
-                self._end_at_last(stay, positions)
+            x += layer.mlp(layer.mlp_norm(x, layer.o_proj(attended)))
+            if results and index == EVICTING_LAYER:
+                self._end_at_last(results[0], positions)
         if x is not hidden:
             hidden[rows] = x
         return hidden, results
 
-    def _stay(self, rises: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """Rows that go on, bool ``[num_rows]``; ``rises`` as ``MaskedRows.importance``."""
-        # Every rank scores with its own heads; all must keep the same rows.
-        rises = tensor_model_parallel_all_reduce(rises)
-        return self.masked.stay(rises, num_rows, self.options)
-
-    def _compact(self, stay: torch.Tensor) -> tuple[torch.Tensor, SplitRows]:
+    def _compact(self, stay: torch.Tensor) -> tuple[torch.Tensor, RowBounds]:
         """The rows that go on, and their bounds. The host waits for ``stay``."""
         rows = np.flatnonzero(stay.cpu().numpy())
         sizes = np.diff(np.searchsorted(rows, self.batch.bounds)).tolist()
         self.num_finished = sizes
         staying, limits = on_device(rows, stay.device), self.batch.limits
         limits = None if limits is None else limits[staying]
-        return staying, SplitRows(sizes, self.alone, stay.device, limits)
+        return staying, RowBounds(sizes, stay.device, limits)
 
     def _end_at_last(self, stay: torch.Tensor, positions: torch.Tensor) -> None:
         """Let the rows of each request attend to nothing behind the last that goes on."""
@@ -253,7 +244,7 @@ class FocusPass(LayerPass):
     ) -> int | None:
         rows, state = self.batch.rows(index), self.states[index]
         finished = self.batch.host_positions[rows]
-        if self.drops_rows:
+        if results:
             finished = finished[answers[0][rows]]
         self.finished_positions[index] = finished
         canvas = self.batch.canvases[index]
@@ -263,10 +254,9 @@ class FocusPass(LayerPass):
         return None
 
     def rows_computed(self, index: int, num_rows: int, results: Results) -> int:
-        num_finished = self.finished_positions[index].size
-        first = EVICTING_LAYER + 1
-        rest = self.num_layers - EVICTING_LAYER - 1
-        return -(-(first * num_rows + rest * num_finished) // self.num_layers)
+        num_layers = self.pages.geometry.num_layers
+        num_left_out = num_rows - self.finished_positions[index].size
+        return num_rows - num_left_out * (num_layers - EVICTING_LAYER - 1) // num_layers
 
     def record(self, index: int, results: Results) -> dict[str, Any]:
         """The rows of the block that go on behind the second layer."""
