@@ -1,5 +1,6 @@
-"""Engines decode random requests of the families of smaller models as plain versions
-do, on checkpoints of other sizes, and with the options that only they have.
+"""Engines decode random requests of families that the other tests of methods leave out
+as plain versions do, on checkpoints of other sizes, and with the options that only they
+have.
 """
 
 import random
@@ -62,6 +63,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "block_size": 12,
     },
+    "sdar TraDo's config": {
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+        "max_window_layers": 3,
+        "use_sliding_window": False,
+        "debug": False,
+    },
+    "dream_reasoner": {"num_hidden_layers": 3, "block_size": 16},
 }
 """Keys of configs; a name begins with that of the family."""
 METHODS: list[tuple[str, str, dict[str, Any]]] = [
@@ -71,6 +81,7 @@ METHODS: list[tuple[str, str, dict[str, Any]]] = [
         ("none", {}),
         ("dual" if name.startswith(("a2d ", "open")) else "block", {}),
         *([("block", {"sub_block_cache": True})] if "fast_dllm_v2" in name else []),
+        *([("focus", {})] if name.startswith(("sdar", "dream")) else []),
     )
 ]
 

@@ -1,5 +1,5 @@
-"""Random engines that share prompts: requests come, end and are aborted at any time,
-go on where others ended, and prefixes are forgotten. Each answer is that of the plain
+"""Random engines that share prompts: requests and decisions come, end and are aborted
+at any time, go on where others ended, and prefixes are forgotten. Each answer is that of the plain
 version which reads the pages that the engine found, as those left them that wrote them.
 """
 
@@ -12,14 +12,21 @@ import pytest
 import torch
 from vllm.sampling_params import RequestOutputKind
 
-from dllm_engine import LLM
+from dllm_engine import LLM, DiffusionParams
 from dllm_engine.scheduler.scheduled_request import ScheduledRequest
 from tests.methods.test_shared_prompts import ENGINES
+from tests.oracles.decisions import decide_in_passes
 from tests.oracles.decode import decode
+from tests.oracles.decoding import Decoding
 from tests.oracles.models import PlainModel
 from tests.oracles.shared_prompts import SharedPrompts
 from tests.support.answers import params_of
 from tests.support.engines import assert_nothing_left, runner_of, scheduler_of
+from tests.support.random_decisions import (
+    assert_as_in_passes,
+    decision_params,
+    random_decision,
+)
 from tests.support.random_requests import (
     COIN_TOSS,
     in_constraints,
@@ -45,8 +52,12 @@ class Asked:
     prompt: list[int]
     asked: dict[str, Any]
     salt: str | None
+    decision: tuple[Any, ...] | None = None
+    """As ``random_decision`` draws it; ``asked`` has its ``passes``."""
     tokens: dict[int, list[int]] = field(default_factory=dict)
     """That its client got, by number of the sequence."""
+    figures: Any = None
+    """Of the answer."""
     is_aborted: bool = False
 
 
@@ -63,6 +74,8 @@ class Admitted:
     num_read: int
     """Tokens that it did not compute."""
     num_passes: int = 0
+    copied: tuple[str, int] | None = None
+    """Sequence of which it copied a page behind those, and the number there."""
 
 
 class Client:
@@ -96,13 +109,18 @@ class Client:
             request = self.sent[output.request_id]
             for part in output.outputs:
                 request.tokens.setdefault(part.index, []).extend(part.token_ids)
+                request.figures = part.diffusion
             if output.finished and output.request_id in self.running:
                 self.end(output.request_id)
 
     def send(self, request: Asked) -> None:
         name = f"r{len(self.sent)}"
         salt = {} if request.salt is None else {"cache_salt": request.salt}
-        params = params_of(request.asked)
+        if request.decision is None:
+            params = params_of(request.asked)
+        else:
+            decided = decision_params(request.decision[0], **request.asked)
+            params = DiffusionParams(**decided)
         params.output_kind = RequestOutputKind.DELTA
         prompt: Any = {"prompt_token_ids": request.prompt, **salt}
         self.llm.llm_engine.add_request(name, prompt, params)
@@ -131,8 +149,12 @@ def draw_requests(draw: random.Random, model: PlainModel) -> list[Asked]:
         if draw.random() < 0.2:
             policy = "maskgit_plus" if model.is_dream else "low_confidence"
             asked = SAMPLED | {"seed": draw.randrange(99), "unmasking": policy}
+        decision = None
+        if draw.random() < 0.3:
+            decision, asked = random_decision(draw), {"passes": draw.randint(1, 3)}
         text = draw.choice(beginnings) + prompt[: draw.choice([1, 9, 60])]
-        requests.append(Asked(text, asked, draw.choice([None, None, "mine"])))
+        salt = draw.choice([None, None, "mine"])
+        requests.append(Asked(text, asked, salt, decision))
     return requests
 
 
@@ -147,9 +169,12 @@ def admitted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Admitte
         reserve, give_back = tables.pages.reserve, tables.give_back
         find, last_found = tables.pages.find, []
         add_keys, forget = tables.pages.add_keys, tables.pages.forget_keys
+        note_next, append_copies = tables.pages.note_next, tables.pages.append_copies
         sequences: dict[str, Admitted] = {}
         writers: dict[int, tuple[str, int]] = {}
         """Of pages of the first layer that can be found."""
+        followers: dict[int, tuple[str, int]] = {}
+        """Writers of pages of the first layer that can be copied."""
         epoch = 0
 
         def found(keys: Any, num_tables: int) -> Any:
@@ -176,6 +201,15 @@ def admitted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Admitte
                 block = tables.pages._tables[request_id][0][page]
                 writers[block.block_id] = request_id, page
 
+        def noted(request_id: str, number: int, *settings: Any) -> None:
+            note_next(request_id, number, *settings)
+            block = tables.pages._tables[request_id][0][number]
+            followers[block.block_id] = request_id, number
+
+        def appended(request_id: str, pages: Any) -> Any:
+            sequences[request_id].copied = followers[pages[0].block_id]
+            return append_copies(request_id, pages)
+
         def gave_back(state: ScheduledRequest) -> None:
             if state.request_id in sequences:
                 num_passes = state.progress.num_forwards
@@ -200,6 +234,8 @@ def admitted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Admitte
         monkeypatch.setattr(tables.pages, "find", found)
         monkeypatch.setattr(tables.pages, "reserve", reserved)
         monkeypatch.setattr(tables.pages, "add_keys", added)
+        monkeypatch.setattr(tables.pages, "note_next", noted)
+        monkeypatch.setattr(tables.pages, "append_copies", appended)
         monkeypatch.setattr(tables.pages, "forget_keys", forgot)
         monkeypatch.setattr(tables, "give_back", gave_back)
         return sequences
@@ -243,43 +279,62 @@ def test_random_requests_share_prompts(engines, reference_checkpoints, admitted,
     assert_nothing_left(llm)
 
     # The plain version, sequence by sequence.
-    kept: dict[str, dict[tuple[int, ...], Any]] = {}
+    kept: dict[str, SharedPrompts] = {}
     certain: set[tuple[str, int]] = set()
     """Pages that hold what no rounding may have decided."""
+    ends = llm.llm_engine.vllm_config.model_config.hf_config.eos_token_id
     num_compared = num_found = 0
     for name, sequence in sequences.items():
-        if not certain.issuperset(sequence.found):
+        request, copied = sequence.request, sequence.copied
+        if not certain.issuperset([*sequence.found, *([copied] if copied else [])]):
             continue
-        request = sequence.request
         shared = SharedPrompts(
             PAGE_SIZE,
             anchor_tokens,
             keeps_responses=method != "none",
             update_step=options.get("update_delay", 1) if method == "sparse" else 0,
             num_passes=sequence.num_passes,
+            by_token=request.decision is not None,
         )
         for number, (writer, page) in enumerate(sequence.found):
             text = tuple(request.prompt[: (page + 1) * PAGE_SIZE])
             assert number == page
             assert sequences[writer].epoch == sequence.epoch
             assert sequences[writer].request.salt == request.salt
-            shared.pages[text] = kept[writer][text]
+            shared.pages[text] = kept[writer].pages[text]
+        if copied is not None:
+            writer, page = copied
+            text = tuple(request.prompt[: page * PAGE_SIZE])
+            shared.following[text] = kept[writer].following[text]
         tokens, order = noise_of(
             request.asked.get("seed", 0) + sequence.number, len(model.head)
         )
-        run = decode(
-            *(model, request.prompt, method, options),
-            **{key: value for key, value in request.asked.items() if key != "n"},
-            order_noise=order,
-            uniform=tokens if "temperature" in request.asked else None,
-            shared=shared,
-        )
+        if request.decision is None:
+            run = decode(
+                *(model, request.prompt, method, options),
+                **{key: value for key, value in request.asked.items() if key != "n"},
+                order_noise=order,
+                uniform=tokens if "temperature" in request.asked else None,
+                shared=shared,
+            )
+        else:
+            decision, *plain = request.decision
+            template = list(decision.template)
+            size = len(template)
+            run = Decoding(
+                *(model, request.prompt, size, size),
+                response_template=template,
+                shared=shared,
+            )
+            by_pass = decide_in_passes(run, *plain, [ends], request.asked["passes"])
+            if not request.is_aborted:
+                assert_as_in_passes(request.figures, by_pass)
         assert run.num_found == sequence.num_read
         shared.end(run)
-        kept[name] = shared.pages
+        kept[name] = shared
         num_certain = run.length if run.closest > COIN_TOSS else run.buffer.num_sharable
-        certain |= {(name, page) for page in range(num_certain // PAGE_SIZE)}
-        if run.closest > COIN_TOSS:
+        certain |= {(name, page) for page in range(-(-num_certain // PAGE_SIZE))}
+        if run.closest > COIN_TOSS and request.decision is None:
             answer = request.tokens.get(sequence.number, [])
             assert answer == run.tokens[: len(answer) if request.is_aborted else None]
             num_compared += 1

@@ -13,15 +13,18 @@ from dllm_engine import DiffusionParams, Questions
 from dllm_engine.decisions.answering import as_messages
 from dllm_engine.families import LLADA, SDAR
 from dllm_engine.options import EngineOptions
-from tests.oracles.buffer import Buffer
-from tests.oracles.decisions import decide, given_masked
+from tests.oracles.decisions import decide_in_passes
 from tests.oracles.decode import decode
 from tests.oracles.decoding import Decoding
 from tests.oracles.models import PlainModel
 from tests.oracles.shared_prompts import SharedPrompts
 from tests.support.engines import assert_nothing_left, generate, scheduler_of
 from tests.support.http_app import served
-from tests.support.random_decisions import decision_params, listed, random_decision
+from tests.support.random_decisions import (
+    assert_as_in_passes,
+    decision_params,
+    random_decision,
+)
 from tests.support.server import series_of
 from tests.support.stepped_engines import Poison, run_in_steps
 
@@ -141,6 +144,7 @@ def params_of(asked: dict[str, Any]) -> DiffusionParams:
 def test_questions_about_one_text_compute_it_once(engines, tiny_llada, length):
     """Their probabilities are those of a pass that reads the first one's text: all of
     it, also where it ends inside a page, and they come while others are answered.
+    Later passes over a question read its own.
     """
     model = PlainModel(tiny_llada)
     llm = engines(
@@ -151,15 +155,19 @@ def test_questions_about_one_text_compute_it_once(engines, tiny_llada, length):
     text = [draw.randrange(60, 140) for _ in range(length)]
     decisions = [random_decision(draw) for _ in range(12)]
     prompts = [text + [draw.randrange(60, 140) for _ in range(5)] for _ in decisions]
-    params = [DiffusionParams(**decision_params(each)) for each, _, _ in decisions]
+    passes = [1 + number % 3 for number in range(12)]
+    params = [
+        DiffusionParams(**decision_params(each, passes=most))
+        for (each, _, _), most in zip(decisions, passes, strict=True)
+    ]
     joins = [number // 5 for number in range(12)]
     outputs = run_in_steps(
         llm, prompts, params, joins=joins, after_step=Poison(llm)
     ).outputs
     ends = llm.llm_engine.vllm_config.model_config.hf_config.eos_token_id
-    num_rows = 0
-    for output, prompt, (decision, fields, literals) in zip(
-        outputs, prompts, decisions, strict=True
+    num_rows, asked = 0, 0
+    for output, prompt, (decision, fields, literals), most in zip(
+        outputs, prompts, decisions, passes, strict=True
     ):
         template = list(decision.template)
         run = Decoding(
@@ -167,17 +175,12 @@ def test_questions_about_one_text_compute_it_once(engines, tiny_llada, length):
             response_template=template,
             shared=shared,
         )
-        logits = Buffer.of(run).forward(run.seen, run.seen)[len(prompt) :]
-        masked = given_masked(
-            decision.template, logits.log_softmax(-1).double().numpy()
-        )
-        plain = decide(fields, literals, masked, [ends])
+        by_pass = decide_in_passes(run, fields, literals, [ends], most)
         figures = output.outputs[0].diffusion
         assert output.num_cached_tokens == run.num_found
-        for name, own in figures.decision.items():
-            assert listed(own) == pytest.approx(plain.probabilities[name], abs=1e-4)
+        assert_as_in_passes(figures, by_pass)
         num_rows += figures.tokens_computed
-    asked = sum(len(each.template) + 5 for each, _, _ in decisions)
+        asked += len(by_pass) * len(template) + 5
     assert num_rows == len(text) + asked
     assert_nothing_left(llm)
 

@@ -3,11 +3,13 @@
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import product, zip_longest
 from types import MappingProxyType
 
 import numpy as np
 
+from tests.oracles.buffer import Buffer
+from tests.oracles.decoding import Decoding
 from tests.oracles.models import PlainModel
 
 Fields = dict[str, list[tuple[object, list[int]]]]
@@ -31,6 +33,8 @@ class PlainDecision:
     probability: float
     mass: float
     """Probability of all accepted sequences together."""
+    agreed: list[int | None]
+    """The tokens that all of them have at a position; None: not all the same."""
 
 
 def decide(
@@ -44,7 +48,7 @@ def decide(
     ``[num_positions, vocab_size]``, 0 where a token is given. ``ends`` fill up what is
     behind a shorter text. Earlier passes wrote ``committed``."""
     end = np.logaddexp.reduce(logprobs[:, [*ends]], axis=1, initial=-np.inf)
-    scores, texts, spellings = [], [], []
+    scores, texts, spellings, sequences = [], [], [], []
     for spelled in product(*fields.values()):
         sequence: list[int] = []
         places: dict[str, Spelling] = {}
@@ -60,6 +64,7 @@ def decide(
             )
             texts.append(spelled)
             spellings.append(places)
+            sequences.append(sequence)
     shares = np.exp(np.array(scores) - np.logaddexp.reduce(scores))
     probabilities: dict[str, dict[object, float]] = {
         name: defaultdict(float) for name in fields
@@ -78,9 +83,48 @@ def decide(
         for name, spelling in spellings[best].items()
     }
     mass = float(np.exp(scores).sum())
+    columns = map(set, zip_longest(*sequences))
+    agreed = [tokens.pop() if len(tokens) == 1 else None for tokens in columns]
     return PlainDecision(
-        probabilities, values, spellings[best], sureness, float(shares[best]), mass
+        *(probabilities, values, spellings[best], sureness),
+        *(float(shares[best]), mass, agreed),
     )
+
+
+def decide_in_passes(
+    run: Decoding,
+    fields: Fields,
+    literals: Sequence[list[int]],
+    ends: Iterable[int],
+    passes: int,
+) -> list[dict[str, dict[object, float]]]:
+    """Probabilities of the fields that each pass commits: those whose tokens are all
+    decided, and an equal part of the others, the surest; at most ``passes``.
+    """
+    buffer, start = Buffer.of(run), len(run.prompt)
+    own = slice(start - run.model.shifts, run.length - run.model.shifts)
+    committed: dict[str, Spelling] = {}
+    answers = []
+    while len(committed) < len(fields):
+        canvas = [None if t == run.model.mask else t for t in run.canvas[start:]]
+        logits = buffer.forward(run.seen, run.seen)[own]
+        logprobs = given_masked(canvas, logits.double().numpy())
+        plain = decide(fields, literals, logprobs, ends, committed)
+        left = [name for name in fields if name not in committed]
+        undecided = []
+        for name in left:
+            first, tokens = plain.spellings[name]
+            if None in canvas[first : first + len(tokens)]:
+                undecided.append(name)
+        undecided.sort(key=lambda name: -plain.sureness[name])
+        later = undecided[max(len(undecided) // (passes - len(answers)), 1) :]
+        now = [name for name in left if name not in later]
+        answers.append({name: plain.probabilities[name] for name in now})
+        committed |= {name: plain.spellings[name] for name in now}
+        agreed = decide(fields, literals, logprobs, ends, committed).agreed
+        for position, token in enumerate(agreed, start):
+            run.canvas[position] = run.model.mask if token is None else token
+    return answers
 
 
 def given_masked(template: Sequence[int | None], logits: np.ndarray) -> np.ndarray:

@@ -93,7 +93,7 @@ class SharedBuffer(Buffer):
         for start in self.shared_rows[::size]:
             self.put(start, shared.pages[tuple(run.prompt[: start + size])])
         before = tuple(run.prompt[:found])
-        if shared.by_token and before in shared.following:
+        if shared.by_token and not anchors and before in shared.following:
             tokens, (k, v) = shared.following[before]
             own = run.prompt[found : self.num_sharable]
             alike = sum(takewhile(bool, map(eq, tokens, own)))

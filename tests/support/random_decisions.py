@@ -84,6 +84,20 @@ def assert_same_decisions(answers: list[Any], expected: list[Any]) -> None:
             )
 
 
+def assert_as_in_passes(
+    figures: Any, by_pass: list[dict[str, dict[object, float]]]
+) -> None:
+    """``by_pass``: as ``decide_in_passes`` returns."""
+    assert figures.forward_passes == len(by_pass)
+    for probabilities in by_pass:
+        for name, expected in probabilities.items():
+            own = listed(figures.decision[name])
+            # One of them may list a value that is impossible by now.
+            assert own | dict.fromkeys(expected.keys() - own, 0.0) == pytest.approx(
+                expected | dict.fromkeys(own.keys() - expected, 0.0), abs=1e-4
+            )
+
+
 def _tokens(rng: random.Random, most: int = 3) -> list[int]:
     return [rng.randrange(FIRST_TOKEN, STOP_TOKEN) for _ in range(rng.randint(1, most))]
 
