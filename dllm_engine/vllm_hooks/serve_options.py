@@ -1,5 +1,5 @@
 """Options of ``vllm serve``, from vLLM's sources: importing them takes seconds, and a
-mistyped name or number should be told at once.
+mistyped name or value should be told at once.
 """
 
 import re
@@ -12,34 +12,42 @@ from dllm_engine.text import did_you_mean
 _SOURCES = ("engine/arg_utils.py", "entrypoints/*/cli_args.py")
 """Files that declare options, in vLLM's folder."""
 _FLAG = re.compile(r'"--([a-z][\w-]*)"()')
-_FIELD = re.compile(
-    r"^    ([a-z]\w*): ((?:int|float)(?= (?:\| None )?=)|)", re.MULTILINE
+_FIELD = re.compile(r"^    ([a-z]\w*): (?:(\w+)(?: \| None)? =)?", re.MULTILINE)
+"""A field of a dataclass, which is an option of the same name, and its type."""
+_LITERAL = re.compile(
+    r'^(\w+)(?:: TypeAlias)? = Literal\[((?:\s*"[\w.-]+",?)+)\s*\]', re.MULTILINE
 )
-"""A field of a dataclass, which is an option of the same name."""
+"""A type of some texts, in vLLM's configs."""
 _SWITCH = re.compile("^(no-)?(enable-|disable-)?")
 """vLLM 0.33 takes ``--enable-lora`` and ``--disable-lora`` where it declares one."""
-_NO_NUMBERS = ("", "auto", "none", "inf")
-"""Texts that options of numbers may take."""
+_NUMBER = re.compile("[0-9]|^(auto|inf)$", re.IGNORECASE)
+"""What a text has that an option of numbers takes."""
+Kind = str | list[str]
+"""Value of an option: ``int``, ``float``, or one of some texts; "": it is not known."""
 
 
-def serve_options() -> dict[str, str]:
-    """By name with dashes: ``int`` or ``float`` for the options that are declared so,
-    else nothing. Some of the names are no options. Empty where vLLM or one of its files
-    is missing.
+def serve_options() -> dict[str, Kind]:
+    """By name with dashes. Some of the names are no options. Empty where vLLM or one of
+    its files is missing.
     """
     package = find_spec("vllm")
     if package is None or package.origin is None:
         return {}
-    options = {"help": ""}
+    folder = Path(package.origin).parent
+    kinds: dict[str, Kind] = {"int": "int", "float": "float"}
+    for file in folder.glob("config/*.py"):
+        for name, texts in _LITERAL.findall(file.read_text(encoding="utf-8")):
+            kinds[name] = re.findall(r'"(.*?)"', texts)
+    options: dict[str, Kind] = {"help": ""}
     for pattern in _SOURCES:
-        files = [*Path(package.origin).parent.glob(pattern)]
+        files = [*folder.glob(pattern)]
         if not files:
             return {}
         for file in files:
             text = file.read_text(encoding="utf-8")
             for name, kind in (*_FLAG.findall(text), *_FIELD.findall(text)):
                 name = name.replace("_", "-")
-                options[name] = kind or options.get(name, "")
+                options[name] = kinds.get(kind) or options.get(name, "")
     return options
 
 
@@ -72,9 +80,12 @@ def check_serve_options(words: Sequence[str], own: Iterable[str]) -> None:
                 f"of vLLM)"
             )
         given = value if equals else following
-        if known.get(name) and (given is None or not _may_be_number(given)):
+        kind = known.get(name)
+        if not kind or given in ("", "none", "None"):
+            continue
+        if isinstance(kind, list):
+            if given not in kind:
+                texts = ", ".join(kind)
+                raise ValueError(f"{option} needs one of {texts}, not {given!r}")
+        elif given is None or not _NUMBER.search(given):
             raise ValueError(f"{option} needs a number, not {given!r}")
-
-
-def _may_be_number(text: str) -> bool:
-    return any(each.isdigit() for each in text) or text.lower() in _NO_NUMBERS

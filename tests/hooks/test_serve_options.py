@@ -25,11 +25,25 @@ def test_every_option_is_known(parser):
 
 def test_options_of_numbers_take_no_other_words(parser):
     kinds = serve_options.serve_options()
-    numbers = [f"--{name}" for name, kind in kinds.items() if kind]
+    numbers = [
+        f"--{name}" for name, kind in kinds.items() if isinstance(kind, str) and kind
+    ]
     assert {"--port", "--max-model-len", "--gpu-memory-utilization"} <= {*numbers}
     for flag in numbers:
         with pytest.raises(argparse.ArgumentError):
             parser._get_value(parser._option_string_actions[flag], "many")
+
+
+def test_texts_that_options_take_are_vllms(parser):
+    kinds = serve_options.serve_options()
+    texts = {name: kind for name, kind in kinds.items() if isinstance(kind, list)}
+    assert {"dtype", "kv-cache-dtype", "scheduling-policy", "log-level"} <= {*texts}
+    for name, own in texts.items():
+        choices = parser._option_string_actions[f"--{name}"].choices
+        # A config checks what the parser does not.
+        assert choices is None or {*own} == {*choices} - {None}
+    with pytest.raises(ValueError, match=r"^--dtype needs one of auto, .*, not 'foo'"):
+        check_serve_options(["--dtype", "foo"], ())
 
 
 @pytest.mark.parametrize(
@@ -37,6 +51,7 @@ def test_options_of_numbers_take_no_other_words(parser):
     [
         "--port 8000 -tp 2 --enforce-eager --no-enable-prefix-caching",
         "--max-model-len=auto --max_num_seqs 1k --max-log-len None --max-log-len=",
+        "--dtype bfloat16 --kv_cache_dtype=auto --log-level None --log-level=",
         "--gpu-memory 0.5 --hf-overrides.rope_scaling.factor 2 --help=all",
         "-O.level 3 --additional-config.dllm+ a --seed -1",
     ],
