@@ -41,7 +41,7 @@ from dllm_engine.evaluation.comparison import (
     Task,
     table,
 )
-from dllm_engine.evaluation.harness import HarnessTask
+from dllm_engine.evaluation.harness import HarnessTask, check_lm_eval
 from dllm_engine.evaluation.intents import INTENTS
 from dllm_engine.evaluation.likelihood import NUM_SAMPLES
 from dllm_engine.evaluation.own_tasks import (
@@ -251,6 +251,7 @@ def tasks_of(args: argparse.Namespace) -> list[Task]:
     """The tasks that ``args`` name; raises ``ValueError`` for an unknown one."""
     if args.lm_eval is None and args.paper_task is None:
         return own_tasks_of(args)
+    check_lm_eval()
     if args.lm_eval is not None:
         tasks = [HarnessTask(name) for name in args.lm_eval.split(",")]
     else:

@@ -7,11 +7,10 @@ command too.
 
 import argparse
 import sys
-from importlib.util import find_spec
 
 from dllm_engine.evaluation.harness import check_lm_eval
 from dllm_engine.quiet import silence_alarms
-from dllm_engine.vllm_hooks.release import check_release
+from dllm_engine.vllm_hooks.release import check_installed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,15 +27,15 @@ def run(args: argparse.Namespace) -> int:
         )
     silence_alarms()
     sys.argv = ["lm_eval", *args.unknown]
-    if find_spec("lm_eval") is not None:
-        from lm_eval._cli import HarnessCLI
-
-        HarnessCLI().parse_args()  # ends at a wrong argument, before what takes seconds
-    check_release()
+    check_installed()
     check_lm_eval()
+    import lm_eval.models  # noqa: F401 - its own models are registered only where no other was before
     from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.registry import model_registry
 
-    import dllm_engine.evaluation.lm_eval_model  # noqa: F401 - registers the model
-
+    if "dllm" not in model_registry:  # by the entry point
+        # By its name: importing it takes seconds, and arguments are read before.
+        target = "dllm_engine.evaluation.lm_eval_model:DiffusionLM"
+        model_registry.register("dllm", target=target)
     cli_evaluate()
     return 0

@@ -45,10 +45,7 @@ class HarnessTask(Task):
         )
 
     def check(self) -> None:
-        """Raise ``ValueError`` where lm_eval or the task's data is missing, or the task
-        is unknown.
-        """
-        check_lm_eval()
+        """Raise ``ValueError`` where the task's data is missing, or it is unknown."""
         try:
             self._manager.load([self.name])
         except KeyError as error:

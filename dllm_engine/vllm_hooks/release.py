@@ -1,6 +1,7 @@
 """Releases of vLLM that this package works with; others are refused."""
 
 from importlib.metadata import version
+from importlib.util import find_spec
 
 RELEASES = ("0.32", "0.33")
 """The releases that ``table.py`` was compared with. ``pyproject.toml`` asks for the
@@ -18,20 +19,23 @@ def check_release() -> None:
     """Raise ``IncompatibleVLLMError`` if vLLM is missing or another release is
     installed.
     """
-    try:
-        import vllm
-    except ModuleNotFoundError as error:
-        if error.name != "vllm":
-            raise
-        raise IncompatibleVLLMError(
-            "vLLM is not installed; in a checkout, run pip install '.[cuda]' for a "
-            "GPU, or python3 scripts/dev.py setup for a CPU"
-        ) from None
+    check_installed()
+    import vllm
+
     if not vllm.__version__.startswith(tuple(f"{release}." for release in RELEASES)):
         raise IncompatibleVLLMError(
             f"vLLM {vllm.__version__} is installed, dllm-engine "
             f"{version('dllm-engine')} works with vLLM {' and '.join(RELEASES)}; "
             f"install one of these"
+        )
+
+
+def check_installed() -> None:
+    """Raise ``IncompatibleVLLMError`` if vLLM is missing. It is not imported."""
+    if find_spec("vllm") is None:
+        raise IncompatibleVLLMError(
+            "vLLM is not installed; in a checkout, run pip install '.[cuda]' for a "
+            "GPU, or python3 scripts/dev.py setup for a CPU"
         )
 
 
