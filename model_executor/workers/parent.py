@@ -1,5 +1,7 @@
 """Processes that end when the one that started them is gone. Imports nothing large."""
 
+import atexit
+import gc
 import multiprocessing
 import os
 import signal
@@ -38,8 +40,10 @@ def end_vllm_process_with_parent() -> None:
 
     The process also leaves the group of its parent: what stops all processes of a
     group, such as Ctrl-C, is the front end's to answer, whose requests may still have
-    time to finish.
+    time to finish. At its own end it does not look for garbage in all that vLLM has
+    imported, for which its parent would wait seconds.
     """
     if multiprocessing.current_process().name.startswith(("EngineCore", "VllmWorker")):
+        atexit.register(gc.freeze)
         os.setpgid(0, 0)
         end_with_parent()
