@@ -245,11 +245,11 @@ class LLM(vllm.LLM):
                         with_given=False,
                     )
                 )
-                edges = opened[number].edges
-                completion.text = edges.inside(completion.text)
-                sizes = opened[number].template.hole_sizes(lengths)
+                own = opened[number]
+                completion.text = own.inside(completion.text)
                 completion.holes = [
-                    edges.inside(next(texts)) if size else "" for size in sizes
+                    own.inside(next(texts)) if size else ""
+                    for size in own.template.hole_sizes(lengths)
                 ]
                 holes = iter(completion.holes)
                 completion.joined = "".join(
@@ -274,13 +274,13 @@ class LLM(vllm.LLM):
         are_chats = _are_chats(prompts)
         render = self._preprocess_chat if are_chats else self._preprocess_cmpl
         stops = stops_of(lambda name: getattr(params, name, None))
-        ways = []
+        openables = []
         for rendered, template in zip(render(prompts), templates, strict=True):
             tokens = list(rendered["prompt_token_ids"])
-            ways.append(
+            openables.append(
                 openings(tokens, template, self._tokenizer, stops, in_chat=are_chats)
             )
-        return result_of(self, chosen_openings(ways))
+        return result_of(self, chosen_openings(openables))
 
     def _ranked_lengths(
         self, opened: Sequence[Opened], count: int

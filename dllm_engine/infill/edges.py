@@ -5,19 +5,19 @@ that sees ``pri`` finds nothing probable behind it. So the token is left out, an
 hole begins with any token whose text begins with ``pri``; the answer is what is behind
 that. Likewise at the end of the hole.
 
-``pri`` may itself be several tokens, of which the last one is opened. If a token begins
-with the text of several, all of these are opened where the model says so: a forward
-pass compares the probability of such tokens with that of the first one given.
+``pri`` may itself be several tokens, of which the one beside the hole is opened. If a
+token begins with the text of several, all of these are opened where the model says so:
+a forward pass compares the probability of such tokens with that of the given one.
 """
 
 import json
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import takewhile
+from functools import cached_property, lru_cache
+from itertools import chain, takewhile
 from typing import Any, Self
 
 from vllm.outputs import CompletionOutput
@@ -29,15 +29,15 @@ from dllm_engine.request_options.sampling_params import HOLE_EDGES, bytes_in
 
 _LAST = "\U0010ffff"
 _NEAR = 8
-"""Tokens among which those at the end are decoded."""
+"""Tokens among which those before a hole are decoded."""
 _MOST_OPENED = 4
-"""Tokens before a hole that are opened together."""
+"""Tokens on one side of a hole that are opened together."""
 _MOST_COMPARED = 64
-"""Tokens that may begin with their text."""
+"""Tokens that may have their text."""
 _MOST_REPEATED = 24
 """Characters behind a hole that its end must not repeat."""
-_BEFORE, _MASKS = 256, 4
-"""Given tokens, and masks behind them, that the comparison sees."""
+_SEEN, _MASKS = 256, 4
+"""Given tokens on either side, and masks between, that the comparison sees."""
 
 
 class Vocabulary:
@@ -82,67 +82,17 @@ def _is_word(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Edge:
-    """A given token that became a part of the hole."""
+    """Given tokens beside a hole that became a part of it."""
 
-    name: str
-    """The token as the tokenizer names it."""
-    text: str
-    tokens: tuple[int, ...]
-    """Tokens that may stand in its place."""
     given: tuple[int, ...] = ()
-    """The tokens whose text it is."""
+    name: str = ""
+    """The tokens as the tokenizer names them."""
+    text: str = ""
+    tokens: tuple[int, ...] = ()
+    """Those that may stand in their place."""
 
 
-@dataclass(frozen=True)
-class Edges:
-    """The edges of one hole. None: the token there is no part of a word, or no token
-    goes on from it.
-    """
-
-    before: Edge | None = None
-    behind: Edge | None = None
-    both: tuple[int, ...] = ()
-    """Tokens that begin and end as both say."""
-
-    @property
-    def count(self) -> int:
-        return len([edge for edge in (self.before, self.behind) if edge is not None])
-
-    @property
-    def fewest(self) -> int:
-        """Tokens of the shortest hole."""
-        return 1 if self.both else self.count
-
-    @property
-    def names(self) -> tuple[str, str]:
-        """The names of both."""
-        return (
-            self.before.name if self.before else "",
-            self.behind.name if self.behind else "",
-        )
-
-    @property
-    def texts(self) -> tuple[str, str]:
-        """The texts of both, which are given."""
-        return (
-            self.before.text if self.before else "",
-            self.behind.text if self.behind else "",
-        )
-
-    def inside(self, text: str) -> str:
-        """The text of a whole hole without them."""
-        return _inside(text, *self.texts)
-
-    def allowed(self, first: int, length: int) -> dict[int, tuple[int, ...]]:
-        """What a hole may begin and end with, by the place in its template."""
-        allowed: dict[int, tuple[int, ...]] = {}
-        if self.before is not None:
-            allowed[first] = self.before.tokens
-        if self.behind is not None:
-            allowed[first + length - 1] = self.behind.tokens
-        if self.count > 1 and length == 1:
-            allowed[first] = self.both
-        return allowed
+NO_EDGE = Edge()
 
 
 @dataclass(frozen=True)
@@ -151,9 +101,42 @@ class Opened:
 
     prompt: list[int]
     template: Template
-    edges: Edges = Edges()
     vocabulary: Vocabulary | None = None
     """Of the tokenizer, if its only hole is one whose end is free."""
+    before: Edge = NO_EDGE
+    behind: Edge = NO_EDGE
+
+    @property
+    def texts(self) -> tuple[str, str]:
+        """The given texts that a hole begins and ends with."""
+        return self.before.text, self.behind.text
+
+    @property
+    def count(self) -> int:
+        """Number of the edges."""
+        return bool(self.before.given) + bool(self.behind.given)
+
+    @cached_property
+    def both(self) -> tuple[int, ...]:
+        """Tokens that begin and end as both edges say."""
+        if self.count < 2 or self.vocabulary is None:
+            return ()
+        names, ends = self.vocabulary.names, {*self.behind.tokens}
+        shortest = len(self.before.name) + len(self.behind.name)
+        return tuple(
+            token
+            for token in self.before.tokens
+            if token in ends and len(names[token]) >= shortest
+        )
+
+    def inside(self, text: str) -> str:
+        """The text of a whole hole without its edges."""
+        return _inside(text, *self.texts)
+
+    def sizes(self, prompt_length: int, budget: int, max_model_len: int) -> range:
+        """Lengths of an open hole in which ``budget`` tokens may be new."""
+        most = self.template.budget(budget + self.count, prompt_length, max_model_len)
+        return range(1 if self.both else self.count, most + 1)
 
     def put(
         self, params: SamplingParams, template: Sequence[int | None], *, rank: int
@@ -165,7 +148,7 @@ class Opened:
         if self.vocabulary is None or None not in template:
             return
         first, length = template.index(None), template.count(None)
-        allowed, end = self.edges.allowed(first, length), first + length
+        allowed, end = self._allowed(first, length), first + length
         barred = self._repeating(template[end:], first, end, is_first=rank == 0)
         for place in allowed.keys() & barred.keys():
             others = [i for i in allowed[place] if i not in barred[place]]
@@ -174,10 +157,17 @@ class Opened:
         carried = {
             "allowed": [*allowed.items()],
             "barred": [(place, sorted(tokens)) for place, tokens in barred.items()],
-            "texts": self.edges.texts,
+            "texts": self.texts,
         }
         packed = json.dumps(carried).encode()
         params.extra_args = {**(params.extra_args or {}), HOLE_EDGES: packed}
+
+    def _allowed(self, first: int, length: int) -> dict[int, tuple[int, ...]]:
+        """What a hole may begin and end with, by the place in its template."""
+        if self.count > 1 and length == 1:
+            return {first: self.both}
+        places = (first, self.before), (first + length - 1, self.behind)
+        return {place: edge.tokens for place, edge in places if edge.given}
 
     def _repeating(
         self, behind: Sequence[int | None], first: int, end: int, *, is_first: bool
@@ -185,7 +175,7 @@ class Opened:
         """By place, tokens that would let a hole end with the begin of the text behind
         it. The best length may have a bracket or a digit there twice.
         """
-        vocabulary, (before, last) = self.vocabulary, self.edges.names
+        vocabulary, last = self.vocabulary, self.behind.name
         assert vocabulary is not None
         names = [vocabulary.names.get(token, "") for token in behind[:_MOST_REPEATED]]
         text = last + "".join(takewhile(bool, names))
@@ -197,7 +187,7 @@ class Opened:
         for place, edge in {end - 1: last, end - 1 - bool(last): ""}.items():
             if place < first:
                 continue
-            opened = len(edge) + (len(before) if place == first else 0)
+            opened = len(edge) + (len(self.before.name) if place == first else 0)
             tokens = {
                 token
                 for begin in begins
@@ -210,39 +200,71 @@ class Opened:
                 barred[place] = tokens
         return barred
 
-    def sizes(self, prompt_length: int, budget: int, max_model_len: int) -> range:
-        """Lengths of an open hole in which ``budget`` tokens may be new."""
-        most = self.template.budget(
-            budget + self.edges.count, prompt_length, max_model_len
-        )
-        return range(self.edges.fewest, most + 1)
 
-    def probe(self) -> Probe:
-        """Asks about the tokens that the hole may begin with, and about the first token
-        that was given there.
+@dataclass(frozen=True)
+class Openable:
+    """A prompt and a template, and the edges that its hole may have."""
+
+    prompt: list[int]
+    template: Template
+    vocabulary: Vocabulary | None = None
+    """As of ``Opened``."""
+    before: Sequence[Edge] = (NO_EDGE,)
+    behind: Sequence[Edge] = (NO_EDGE,)
+    """One on each side, or two, of which the first has more tokens."""
+
+    def opened(self, before: Edge, behind: Edge) -> Opened:
+        """Leave out the tokens of these edges."""
+        prompt, template = self.prompt, self.template
+        if before.given or behind.given:
+            left, right = given_around(template)
+            kept = (left or prompt)[: len(left or prompt) - len(before.given)]
+            right = right[len(behind.given) :]
+            template = Template((kept, None, right) if left else (None, right))
+            prompt = prompt if left or not before.given else kept
+        return Opened(prompt, template, self.vocabulary, before, behind)
+
+    def probes(self) -> Iterator[Probe]:
+        """Where there are two edges, a probe that asks about the tokens of the first,
+        and last about the given token that is farthest from the hole.
         """
-        edge = self.edges.before
-        assert edge is not None
-        parts = self.template.parts[: self.template.parts.index(None)]
-        before = [token for part in parts if isinstance(part, list) for token in part]
-        canvas = [*self.prompt, *before][-_BEFORE:]
-        asked = [*edge.tokens, edge.given[0]]
-        masked = [len(canvas)] * len(asked)
-        return Probe([*canvas, *[0] * _MASKS], masked, asked)
+        if len(self.before) < 2 and len(self.behind) < 2:
+            return
+        opened = self.opened(self.before[0], self.behind[0])
+        left, right = given_around(opened.template)
+        left = [*self.prompt, *left] if left else opened.prompt
+        canvas = [*left[-_SEEN:], *[0] * _MASKS, *right[:_SEEN]]
+        for ways, place, farthest in (
+            (self.before, len(left[-_SEEN:]), 0),
+            (self.behind, len(canvas) - len(right[:_SEEN]) - 1, -1),
+        ):
+            if len(ways) > 1:
+                asked = [*ways[0].tokens, ways[0].given[farthest]]
+                yield Probe(canvas, [place] * len(asked), asked)
 
 
-def chosen_openings(ways: Sequence[Sequence[Opened]]) -> Passes[list[Opened]]:
-    """The way to open each template: of two, the first if its tokens are more probable
-    than the given one.
+def given_around(template: Template) -> tuple[list[int], list[int]]:
+    """The given tokens on either side of a template's only hole."""
+    place = template.parts.index(None)
+    sides = template.parts[:place], template.parts[place + 1 :]
+    left, right = (list(chain.from_iterable(parts)) for parts in sides)  # type: ignore[arg-type]
+    return left, right
+
+
+def chosen_openings(openables: Sequence[Openable]) -> Passes[list[Opened]]:
+    """The templates with their edges: of two on a side, the first if its tokens are
+    more probable than the given one.
     """
-    compared = [i for i, each in enumerate(ways) if len(each) > 1]
-    chosen = [each[-1] for each in ways]
-    answers = (yield [ways[i][0].probe() for i in compared]) if compared else []
-    for i, answer in zip(compared, answers, strict=True):
-        *tokens, given = map(math.exp, answer.asked)
-        if sum(tokens) >= given:
-            chosen[i] = ways[i][0]
-    return chosen
+    probes = [probe for each in openables for probe in each.probes()]
+    answers = iter((yield probes) if probes else ())
+
+    def chosen(ways: Sequence[Edge]) -> Edge:
+        if len(ways) == 1:
+            return ways[0]
+        *tokens, given = map(math.exp, next(answers).asked)
+        return ways[0] if sum(tokens) >= given else ways[1]
+
+    return [each.opened(chosen(each.before), chosen(each.behind)) for each in openables]
 
 
 def stops_of(get: Callable[[str], Any]) -> list[str] | None:
@@ -263,99 +285,77 @@ def openings(
     stops: Sequence[str] | None,
     *,
     in_chat: bool,
-) -> list[Opened]:
-    """The ways to open the tokens beside the open hole of a template that has no other,
-    where they are parts of words; at most two. The prompt of a chat ends with none.
+) -> Openable:
+    """The edges that the open hole of a template that has no other may have, where the
+    tokens beside it are parts of words. The prompt of a chat ends with none.
     """
-    parts = list(template.parts)
-    num_holes = sum(not isinstance(part, list) for part in parts)
+    num_holes = sum(not isinstance(part, list) for part in template.parts)
     if num_holes != 1 or not template.open_holes or stops is None:
-        return [Opened(prompt, template)]
+        return Openable(prompt, template)
     vocabulary = vocabulary_of(tokenizer)
-    if None not in parts:
-        return [Opened(prompt, template, vocabulary=vocabulary)]
-    place = parts.index(None)
-    last = None
-    behind = parts[place + 1] if place + 1 < len(parts) else None
-    if isinstance(behind, list) and (last := _behind(behind, tokenizer, stops)):
-        parts[place + 1] = behind[len(last.given) :]
-    given = parts[place - 1] if place else [] if in_chat else prompt
-    assert isinstance(given, list)
-    ways = []
-    for first in (
-        _several_before(given, tokenizer, stops),
-        _before(given, 1, tokenizer, stops),
-    ):
-        kept = given[: len(given) - len(first.given)] if first else given
-        both = _both(first, last, tokenizer) if first and last else ()
-        edges = Edges(first, last, both)
-        if place:
-            template = Template((*parts[: place - 1], kept, *parts[place:]))
-            ways.append(Opened(prompt, template, edges, vocabulary))
-        else:
-            shorter = prompt if in_chat else kept
-            ways.append(Opened(shorter, Template(tuple(parts)), edges, vocabulary))
-    return ways if ways[0].edges.before else ways[1:]
+    if None not in template.parts:
+        return Openable(prompt, template, vocabulary)
+    left, right = given_around(template)
+    if not left and not in_chat:
+        left = prompt
+    before, behind = (
+        _edges(given, tokenizer, stops, is_behind=is_behind)
+        for given, is_behind in ((left, False), (right, True))
+    )
+    return Openable(prompt, template, vocabulary, before, behind)
 
 
-def _several_before(
-    given: list[int], tokenizer: Any, stops: Sequence[str]
-) -> Edge | None:
-    """The most tokens at the end of given ones that are the beginning of one token."""
-    for count in range(_MOST_OPENED, 1, -1):
-        edge = _before(given, count, tokenizer, stops)
-        if edge is not None and len(edge.tokens) <= _MOST_COMPARED:
-            return edge
-    return None
+def _edges(
+    given: list[int], tokenizer: Any, stops: Sequence[str], *, is_behind: bool
+) -> list[Edge]:
+    """The edge of the most tokens that are a part of one, if there is any, and that of
+    the token beside the hole.
+    """
+    several = (
+        _edge(given, count, tokenizer, stops, is_behind=is_behind)
+        for count in range(_MOST_OPENED, 1, -1)
+    )
+    longest = next((x for x in several if 0 < len(x.tokens) <= _MOST_COMPARED), None)
+    single = _edge(given, 1, tokenizer, stops, is_behind=is_behind)
+    return [single] if longest is None else [longest, single]
 
 
-def _before(
-    given: list[int], count: int, tokenizer: Any, stops: Sequence[str]
-) -> Edge | None:
-    if len(given) <= count:
-        return None
+def _edge(
+    given: list[int],
+    count: int,
+    tokenizer: Any,
+    stops: Sequence[str],
+    *,
+    is_behind: bool,
+) -> Edge:
+    """The edge of ``count`` given tokens; ``NO_EDGE`` where they are no part of a word,
+    or no token goes on from them.
+    """
+    if len(given) <= count:  # what is left says what belongs there
+        return NO_EDGE
     vocabulary = vocabulary_of(tokenizer)
-    names = [vocabulary.names.get(token, "") for token in given[-count:]]
-    name, near = "".join(names), given[-_NEAR:]
-    tokens = vocabulary.beginning_with(name) if all(names) else []
-    if not {*tokens} - {*given[-count:]}:  # none goes on from the text
-        return None
-    text = tokenizer.decode(near)[len(tokenizer.decode(near[:-count])) :]
+    opened = given[:count] if is_behind else given[-count:]
+    names = [vocabulary.names.get(token, "") for token in opened]
+    alike = vocabulary.ending_with if is_behind else vocabulary.beginning_with
+    tokens = alike("".join(names)) if all(names) else []
+    if not {*tokens} - {*opened}:
+        return NO_EDGE
+    if is_behind:
+        text = tokenizer.decode(opened)
+    else:
+        near = given[-_NEAR:]
+        text = tokenizer.decode(near)[len(tokenizer.decode(near[:-count])) :]
     is_stopped = any(
-        stop in text or any(text.endswith(stop[:i]) for i in range(1, len(stop)))
+        stop in text
+        or any(
+            text.startswith(stop[i:]) if is_behind else text.endswith(stop[:i])
+            for i in range(1, len(stop))
+        )
         for stop in stops
     )
-    if is_stopped or not re.fullmatch(r" ?\w+| +", text):
-        return None
-    return Edge(name, text, tuple(tokens), tuple(given[-count:]))
-
-
-def _behind(given: list[int], tokenizer: Any, stops: Sequence[str]) -> Edge | None:
-    if len(given) < 2:  # nothing behind it would say how long the hole is
-        return None
-    vocabulary = vocabulary_of(tokenizer)
-    name = vocabulary.names.get(given[0])
-    tokens = vocabulary.ending_with(name) if name else []
-    if name is None or not {*tokens} - {given[0]}:  # none goes on to the text
-        return None
-    text = tokenizer.decode(given[:1])
-    is_stopped = any(
-        stop in text or any(text.startswith(stop[i:]) for i in range(1, len(stop)))
-        for stop in stops
-    )
-    if is_stopped or not re.fullmatch(r"\w+", text):
-        return None
-    return Edge(name, text, tuple(tokens), (given[0],))
-
-
-def _both(before: Edge, behind: Edge, tokenizer: Any) -> tuple[int, ...]:
-    names = vocabulary_of(tokenizer).names
-    ends = {*behind.tokens}
-    return tuple(
-        token
-        for token in before.tokens
-        if token in ends and len(names[token]) >= len(before.name) + len(behind.name)
-    )
+    if is_stopped or not re.fullmatch(r"\w+" if is_behind else r" ?\w+| +", text):
+        return NO_EDGE
+    return Edge(tuple(opened), "".join(names), text, tuple(tokens))
 
 
 class TextWithin:

@@ -111,14 +111,14 @@ class HoleLengths(NamedTuple):
     async def _ranked(self, engine: Any, prompt: Sequence[int]) -> Ranked:
         filling, config = self.filling, engine.vllm_config.model_config
         passes = passes_of(engine)
-        ways = openings(
+        openable = openings(
             list(prompt),
             filling.template,
             engine.input_processor.tokenizer,
             filling.stops,
             in_chat=filling.in_chat,
         )
-        (opened,) = await passes.result(chosen_openings([ways]))
+        (opened,) = await passes.result(chosen_openings([openable]))
         sizes = opened.sizes(len(opened.prompt), filling.budget, config.max_model_len)
         mask = config.hf_config.mask_token_id
         holes = opened.template.holes(opened.prompt, sizes, mask)

@@ -3,9 +3,11 @@
 The text behind a hole says how long it is: it is probable behind a hole of the right
 length, and improbable behind others. The first pass has one canvas for all lengths: the
 text before the hole and masks only. It gives each length L the sum of log-probabilities
-of the first tokens of the text behind the hole, L masks behind the text before it. A
-length that leads clearly is chosen. Else the second pass has a canvas for each of the
-best lengths, with the text behind the hole, of which the first tokens are masked:
+of the first tokens of the text behind the hole, L masks behind the text before it, less
+L/16: far behind the text, any token is a little probable, and shorter holes would not
+be among the best. A length that leads clearly is chosen. Else the second pass has a
+canvas for each of the best lengths, with the text behind the hole, of which the first
+tokens are masked:
 
     score(L) = sum of these tokens' log-probabilities
              + mean over the hole of the likeliest token's log-probability
@@ -29,6 +31,8 @@ _JOINED = 4
 """Tokens behind a hole that are to be probable."""
 _COMPARED = 4
 """Lengths in the second pass."""
+_MEAN_LENGTH = 16
+"""Of the geometric prior of lengths in the first pass."""
 _CLEAR_LEAD = 1.0
 """Lead of a length in the first pass, in nats, that makes the second one needless."""
 
@@ -62,7 +66,7 @@ class Hole:
         one where one is asked for and is clearly the best."""
         width = len(self.joined)
         scores = {
-            size: sum(answer.asked[i * width : (i + 1) * width])
+            size: sum(answer.asked[i * width : (i + 1) * width]) - size / _MEAN_LENGTH
             for i, size in enumerate(self.sizes)
         }
         best = sorted(self.sizes, key=lambda size: (-scores[size], size))

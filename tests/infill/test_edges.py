@@ -7,7 +7,13 @@ import pytest
 from vllm.outputs import CompletionOutput
 
 from dllm_engine import DiffusionParams
-from dllm_engine.infill.edges import TextWithin, openings, vocabulary_of
+from dllm_engine.infill.edges import (
+    Openable,
+    Opened,
+    TextWithin,
+    openings,
+    vocabulary_of,
+)
 from dllm_engine.infill.template import Template
 from tests.support.engines import assert_nothing_left
 from tests.support.http_app import chunks_of
@@ -17,6 +23,11 @@ QUESTION = "User: Copy: Rome Tom Oslo Accra\nBot: Rome Tom"
 
 def tokens_of(tokenizer: Any, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
+
+
+def opened_singly(openable: Openable) -> Opened:
+    """With the edges of one token."""
+    return openable.opened(openable.before[-1], openable.behind[-1])
 
 
 @pytest.mark.parametrize(
@@ -38,18 +49,17 @@ def test_parts_of_words_are_opened(demo, prefix, suffix, stops, texts):
     tokenizer = demo.get_tokenizer()
     prompt, given = tokens_of(tokenizer, prefix), tokens_of(tokenizer, suffix)
     template = Template((None, given))
-    found = openings(prompt, template, tokenizer, stops, in_chat=False)[-1]
-    assert found.edges.texts == texts
-    assert found.prompt == (prompt[:-1] if texts[0] else prompt)
-    assert found.template.parts == (None, given[1:] if texts[1] else given)
+    opened = opened_singly(openings(prompt, template, tokenizer, stops, in_chat=False))
+    assert opened.texts == texts
+    assert opened.prompt == (prompt[:-1] if texts[0] else prompt)
+    assert opened.template.parts == (None, given[1:] if texts[1] else given)
     names = vocabulary_of(tokenizer).names
-    if found.edges.before is not None:
-        assert {names[i][:1] for i in found.edges.before.tokens} == {
-            found.edges.before.name
-        }
+    if texts[0]:
+        before = opened.before
+        assert {names[i][:1] for i in before.tokens} == {before.name}
     in_template = Template((prompt, None, given))
-    chat = openings([5], in_template, tokenizer, stops, in_chat=True)[-1]
-    assert chat.edges.texts == texts
+    chat = opened_singly(openings([5], in_template, tokenizer, stops, in_chat=True))
+    assert chat.texts == texts
     assert chat.prompt == [5]
 
 
@@ -57,11 +67,11 @@ def test_a_hole_of_one_token_begins_and_ends_as_both_say(demo):
     tokenizer = demo.get_tokenizer()
     prompt, given = tokens_of(tokenizer, "(r"), tokens_of(tokenizer, "in t")
     template = Template((None, given))
-    edges = openings(prompt, template, tokenizer, [], in_chat=False)[-1].edges
-    names = {tokenizer.decode([token]) for token in edges.both}
+    opened = opened_singly(openings(prompt, template, tokenizer, [], in_chat=False))
+    names = {tokenizer.decode([token]) for token in opened.both}
     assert "rin" in names
     assert all(len(x) > 1 and x[0] == "r" and x[-2:] == "in" for x in names)
-    assert edges.fewest == 1
+    assert opened.sizes(9, 4, 32) == range(1, 7)
 
 
 @pytest.mark.parametrize("in_parts", [True, False])
@@ -95,6 +105,8 @@ def test_edges_are_left_out_of_a_text_as_it_comes(in_parts, size, stop_reason, w
         (" O", " Accra", "slo"),
         (" Os", " Accra", "lo"),
         ("", " Accra", " Oslo"),
+        ("", "lo Accra", " Os"),
+        (" O", "o Accra", "sl"),
     ],
 )
 def test_cut_words_are_completed(demo, client, before, behind, wanted):
@@ -140,8 +152,8 @@ def test_a_hole_does_not_end_with_the_begin_of_what_is_behind_it(
     vocabulary = vocabulary_of(tokenizer)
     template = Template((None, tokens_of(tokenizer, suffix)))
     prompt = tokens_of(tokenizer, prefix)
-    opened = openings(prompt, template, tokenizer, [], in_chat=False)[-1]
-    length = 3 if opened.edges.before is None else opened.edges.count
+    opened = opened_singly(openings(prompt, template, tokenizer, [], in_chat=False))
+    length = opened.count if opened.texts[0] else 3
     params = DiffusionParams().to_sampling_params()
     opened.put(params, opened.template.filled([length]), rank=0 if is_first else 1)
     carried = json.loads((params.extra_args or {})["hole_edges"])
