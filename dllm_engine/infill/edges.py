@@ -34,7 +34,7 @@ _MOST_OPENED = 4
 """Tokens on one side of a hole that are opened together."""
 _MOST_COMPARED = 64
 """Tokens that may have their text."""
-_MOST_REPEATED = 24
+_MOST_REPEATED = 64
 """Characters behind a hole that its end must not repeat."""
 _SEEN, _MASKS = 256, 4
 """Given tokens on either side, and masks between, that the comparison sees."""
@@ -72,12 +72,6 @@ def _between(entries: list[tuple[str, int]], name: str) -> list[int]:
 
 
 vocabulary_of = lru_cache(maxsize=4)(Vocabulary)
-
-
-def _is_word(name: str) -> bool:
-    """Return True for what no text has twice without a space: a letter and more. A
-    bracket, a digit or a letter may well stand there twice."""
-    return len(name) > 1 and re.search("[A-Za-z]", name) is not None
 
 
 @dataclass(frozen=True)
@@ -143,13 +137,14 @@ class Opened:
     ) -> None:
         """Put what the hole of a response may begin and end with into parameters.
 
-        ``rank``: of the length among those of the hole, the best is 0.
+        ``rank``: of the length among those of the hole, the best is 0. On others, masks
+        are left over, of which the likeliest tokens are those behind the hole.
         """
         if self.vocabulary is None or None not in template:
             return
         first, length = template.index(None), template.count(None)
         allowed, end = self._allowed(first, length), first + length
-        barred = self._repeating(template[end:], first, end, is_first=rank == 0)
+        barred = self._repeating(template[end:], first, end) if rank else {}
         for place in allowed.keys() & barred.keys():
             others = [i for i in allowed[place] if i not in barred[place]]
             allowed[place] = tuple(others) or allowed[place]
@@ -170,34 +165,29 @@ class Opened:
         return {place: edge.tokens for place, edge in places if edge.given}
 
     def _repeating(
-        self, behind: Sequence[int | None], first: int, end: int, *, is_first: bool
+        self, behind: Sequence[int | None], first: int, end: int
     ) -> dict[int, set[int]]:
         """By place, tokens that would let a hole end with the begin of the text behind
-        it. The best length may have a bracket or a digit there twice.
+        it.
         """
         vocabulary, last = self.vocabulary, self.behind.name
         assert vocabulary is not None
         names = [vocabulary.names.get(token, "") for token in behind[:_MOST_REPEATED]]
-        text = last + "".join(takewhile(bool, names))
-        begins = [text[: size + 1] for size in range(min(len(text), _MOST_REPEATED))]
+        text = (last + "".join(takewhile(bool, names)))[:_MOST_REPEATED]
+        begins = [text[: size + 1] for size in range(len(text))]
         inside = {begin[i:] for begin in begins for i in range(len(begin))}
-        if is_first:
-            begins = [begin for begin in begins if _is_word(begin)]
         barred = {}
         for place, edge in {end - 1: last, end - 1 - bool(last): ""}.items():
-            if place < first:
+            if place < first + bool(self.before.name):
                 continue
-            opened = len(edge) + (len(self.before.name) if place == first else 0)
             tokens = {
                 token
                 for begin in begins
                 for token in vocabulary.ending_with(begin + edge)
-                if len(vocabulary.names[token]) >= len(begin) + opened
             }
-            if not is_first and place > first and not edge:
+            if not edge:
                 tokens.update(vocabulary.named(inside))
-            if tokens:
-                barred[place] = tokens
+            barred[place] = tokens
         return barred
 
 
