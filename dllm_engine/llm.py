@@ -32,7 +32,13 @@ from dllm_engine.decisions.requests import (
 )
 from dllm_engine.demo import model_path
 from dllm_engine.evaluation.likelihood import Canvas, no_likelihoods, probe_of
-from dllm_engine.infill.edges import Opened, chosen_openings, openings, stops_of
+from dllm_engine.infill.edges import (
+    Opened,
+    chosen_openings,
+    openings,
+    stops_of,
+    without_edges,
+)
 from dllm_engine.infill.template import (
     Piece,
     Template,
@@ -245,11 +251,11 @@ class LLM(vllm.LLM):
                         with_given=False,
                     )
                 )
-                own = opened[number]
-                completion.text = own.inside(completion.text)
+                own = request.extra_args or {}
+                completion.text = without_edges(completion.text, own)
                 completion.holes = [
-                    own.inside(next(texts)) if size else ""
-                    for size in own.template.hole_sizes(lengths)
+                    without_edges(next(texts), own) if size else ""
+                    for size in opened[number].template.hole_sizes(lengths)
                 ]
                 holes = iter(completion.holes)
                 completion.joined = "".join(

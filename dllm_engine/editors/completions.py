@@ -12,7 +12,7 @@ from vllm.utils.async_utils import make_async
 from dllm_engine.editors.markers import Around, read_markers
 from dllm_engine.families import every_end_token
 from dllm_engine.infill.edges import stops_of
-from dllm_engine.infill.http import Filling
+from dllm_engine.infill.http import Filling, check_suffix
 from dllm_engine.infill.template import Template
 from dllm_engine.lengths.holes import DEFAULT_BUDGET, LARGEST_BUDGET
 from dllm_engine.options import EngineOptions
@@ -132,22 +132,12 @@ def _check(fields: dict[str, Any], around: Any, serving: Any) -> None:
     """Raise ``InvalidRequestError`` for what is no completion at a cursor."""
     _, suffix = around
     family = serving.model_config.hf_config.family
-    xargs = fields.get("vllm_xargs")
-    length = fields.get("max_tokens")
-    if not isinstance(suffix, str):
-        raise InvalidRequestError(f"suffix is a {type(suffix).__name__}, not a text")
-    if isinstance(xargs, dict) and xargs.keys() & {"template", "response_template"}:
-        raise InvalidRequestError(
-            "suffix and a template both say what is given; give one"
-        )
-    if fields.get("echo"):
-        raise InvalidRequestError(
-            "suffix is not supported with echo; leave one of them unset"
-        )
-    if isinstance(length, int) and length < 1:
-        raise InvalidRequestError(
-            f"max_tokens={length}: it must be at least 1, the most tokens of the hole"
-        )
+    check_suffix(
+        suffix,
+        fields.get("vllm_xargs") or {},
+        fields.get("max_tokens"),
+        echo=fields.get("echo"),
+    )
     if tokenizer_of(serving) is None:
         raise InvalidRequestError(
             "the engine has no tokenizer (skip_tokenizer_init=True); give token ids as "

@@ -60,6 +60,7 @@ class SamplingFields(BaseModel):
     declared are ignored.
     """
 
+    model: str | None = None
     stop: str | list[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -76,6 +77,11 @@ class SamplingFields(BaseModel):
         fields = self.model_dump(include={"temperature", "top_p", "top_k"})
         is_seeded = self.seed is not None and self.seed >= 0
         return fields | {"seed": self.seed if is_seeded else None}
+
+    def between(self, prefix: str, suffix: str | None, **more: Any) -> CursorRequest:
+        """The request for a completion between two texts."""
+        own = {"stops": self.stops, "model": self.model, "sampling": self.sampling}
+        return CursorRequest(prefix, suffix, **own | more)
 
 
 class Part(NamedTuple):

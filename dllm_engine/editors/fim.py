@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pydantic import Field
+from pydantic import AliasChoices, Field
 
 from dllm_engine.editors.cursor import (
     Answer,
@@ -18,24 +18,15 @@ class FimBody(SamplingFields):
 
     prompt: str
     suffix: str | None = None
-    model: str | None = None
     max_tokens: int | None = Field(None, ge=-1)
     stream: bool | None = False
     n: int | None = Field(None, ge=1)
-    random_seed: int | None = None
+    seed: int | None = Field(None, validation_alias=AliasChoices("seed", "random_seed"))
 
     def request(self) -> CursorRequest:
-        sampling = self.sampling
-        if self.seed is None:
-            sampling["seed"] = self.random_seed
-        return CursorRequest(
-            self.prompt,
-            self.suffix or "",
-            budget=self.max_tokens,
-            stops=self.stops,
-            num_choices=self.n or 1,
-            model=self.model,
-            sampling=sampling,
+        suffix, num_choices = self.suffix or "", self.n or 1
+        return self.between(
+            self.prompt, suffix, budget=self.max_tokens, num_choices=num_choices
         )
 
 

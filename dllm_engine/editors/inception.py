@@ -42,7 +42,6 @@ class ChatBody(SamplingFields):
     """The fields that both routes take. Fields that are not here are ignored."""
 
     messages: list[Message] = Field(min_length=1)
-    model: str | None = None
     max_tokens: int | None = Field(default=None, ge=-1)
     stream: bool | None = False
 
@@ -55,9 +54,9 @@ class ChatBody(SamplingFields):
 class EditBody(ChatBody):
     """The body of an edit: a region with a cursor, and the text around it."""
 
-    def parts(self) -> tuple[str, str, str, str]:
-        """The region up to the cursor, the rest of its line, the region behind that,
-        and the text before the region.
+    def parts(self) -> tuple[str, str, str, str, str]:
+        """The text before the region, the region up to the cursor, the rest of its
+        line, the region behind that, and what follows of the file.
         """
         match = _REGION.search(self.content)
         if match is None:
@@ -72,20 +71,18 @@ class EditBody(ChatBody):
                 f"the region has no {_CURSOR}; put it where the edit begins"
             )
         rest, line_end, following = behind.partition("\n")
-        return before, rest, line_end + following, self.content[: match.start()]
+        above = self.content[: match.start()]
+        below = self.content[match.end() :].partition(_FILE_END)[0]
+        return above, before, rest, line_end + following, below
 
     def request(self) -> CursorRequest:
-        before, _, behind, prefix = self.parts()
-        match = _REGION.search(self.content)
-        assert match is not None
-        after = self.content[match.end() :].partition(_FILE_END)[0]
-        return CursorRequest(
-            prefix + before,
-            (behind + after) or "\n",
+        above, before, _, behind, below = self.parts()
+        stops = ["\n", *self.stops]
+        return self.between(
+            above + before,
+            (behind + below) or "\n",
             budget=self.max_tokens,
-            stops=["\n", *self.stops],
-            model=self.model,
-            sampling=self.sampling,
+            stops=stops,
         )
 
 
@@ -113,7 +110,7 @@ class EditForm(FimForm):
     kind = "edit.completion"
 
     def content(self, text: str) -> str:
-        before, rest, behind, _ = self.body.parts()
+        _, before, rest, behind, _ = self.body.parts()
         if text.rstrip() == rest.rstrip():
             return NO_CHANGE
         return f"```\n{before}{text}{behind}\n```"

@@ -25,22 +25,18 @@ class ExtraFile(BaseModel):
 class LlamaBody(SamplingFields):
     """The fields that both routes take. Fields that are not here are ignored."""
 
-    model: str | None = None
     n_predict: int | None = Field(None, ge=-1)
     stream: bool | None = False
     n_cmpl: int | None = Field(None, ge=1)
     t_max_predict_ms: float | None = None
     response_fields: list[str] | None = None
 
-    def _request(self, prefix: str, suffix: str | None, **more: Any) -> CursorRequest:
-        return CursorRequest(
+    def between(self, prefix: str, suffix: str | None, **more: Any) -> CursorRequest:
+        return super().between(
             prefix,
             suffix,
             budget=self.n_predict,
-            stops=self.stops,
             num_choices=self.n_cmpl or 1,
-            model=self.model,
-            sampling=self.sampling,
             limit_ms=self.t_max_predict_ms,
             **more,
         )
@@ -58,7 +54,7 @@ class InfillBody(LlamaBody):
     def request(self) -> CursorRequest | str:
         if self.n_predict == 0:  # to have the texts read, which nothing is kept of
             return ""
-        return self._request(
+        return self.between(
             self.input_prefix + (self.prompt or ""),
             self.input_suffix,
             context=[(each.filename, each.text) for each in self.input_extra or ()],
@@ -71,7 +67,7 @@ class CompletionBody(LlamaBody):
     prompt: str
 
     def request(self) -> CursorRequest:
-        return self._request(self.prompt, None)
+        return self.between(self.prompt, None)
 
 
 class LlamaForm(Form):

@@ -44,13 +44,11 @@ class GenerateBody(BaseModel):
             return ""
         chosen = self.options or OllamaOptions()
         budget = chosen.num_predict
-        return CursorRequest(
+        return chosen.between(
             self.prompt,
-            None if self.raw or self.suffix is None else self.suffix,
+            None if self.raw else self.suffix,
             budget=None if budget is None or budget < 1 else budget,
-            stops=chosen.stops,
             model=model_name(self.model),
-            sampling=chosen.sampling,
         )
 
 

@@ -89,10 +89,19 @@ def _completer(body_class: Any, form_class: type[Form]) -> Callable[..., Any]:
             await answer.complete()
             return JSONResponse(form.whole(answer))
         except Exception as error:
-            status, message = _failure(error)
-            return JSONResponse(form_class.error(status, message), status)
+            return _failed(error, form_class)
 
     return complete
+
+
+def _failed(error: Exception, form_class: type[Form]) -> JSONResponse:
+    """The answer where a request has failed."""
+    if isinstance(error, HTTPException):
+        status, message = error.status_code, str(error.detail)
+    else:
+        failure = create_error_response(error).error
+        status, message = failure.code, failure.message
+    return JSONResponse(form_class.error(status, message), status)
 
 
 def _parsed(body: bytes, kind: Any) -> Any:
@@ -107,14 +116,6 @@ def _parsed(body: bytes, kind: Any) -> Any:
     except ValidationError as error:
         raise InvalidRequestError(explain(error, "", kind.model_fields)) from None
     return read
-
-
-def _failure(error: Exception) -> tuple[int, str]:
-    """Status and message of an error."""
-    if isinstance(error, HTTPException):
-        return error.status_code, str(error.detail)
-    failure = create_error_response(error).error
-    return failure.code, failure.message
 
 
 async def _answer(body: Any, state: Any) -> Answer:
@@ -156,12 +157,11 @@ async def _show_model(body: Body, raw_request: Request) -> JSONResponse:
     config, names = _served(raw_request)
     try:
         asked = _parsed(body, ollama.ShowBody)
-    except InvalidRequestError as error:
-        return JSONResponse(ollama.OllamaForm.error(400, str(error)), 400)
-    name = ollama.model_name(asked.model or asked.name or "")
-    if name not in names:
-        message = f"model {name!r} not found"
-        return JSONResponse(ollama.OllamaForm.error(404, message), 404)
+        name = ollama.model_name(asked.model or asked.name or "")
+        if name not in names:
+            raise HTTPException(404, f"model {name!r} not found")
+    except Exception as error:
+        return _failed(error, ollama.OllamaForm)
     return JSONResponse(ollama.shown(config))
 
 

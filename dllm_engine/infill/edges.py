@@ -123,10 +123,6 @@ class Opened:
             if token in ends and len(names[token]) >= shortest
         )
 
-    def inside(self, text: str) -> str:
-        """The text of a whole hole without its edges."""
-        return _inside(text, *self.texts)
-
     def sizes(self, prompt_length: int, budget: int, max_model_len: int) -> range:
         """Lengths of an open hole in which ``budget`` tokens may be new."""
         most = self.template.budget(budget + self.count, prompt_length, max_model_len)
@@ -382,8 +378,5 @@ def without_edges(text: str, extra_args: dict[str, Any]) -> str:
     packed = extra_args.get(HOLE_EDGES)
     if packed is None:
         return text
-    return _inside(text, *json.loads(packed)["texts"])
-
-
-def _inside(text: str, before: str, behind: str) -> str:
+    before, behind = json.loads(packed)["texts"]
     return text[len(before) :].removesuffix(behind)

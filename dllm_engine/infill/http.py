@@ -18,7 +18,6 @@ from dllm_engine.infill.edges import (
     without_edges,
 )
 from dllm_engine.infill.template import (
-    Piece,
     Template,
     check_length,
     filled_in,
@@ -135,10 +134,14 @@ async def settle_template(request: Any, serving: Any, asked: Any) -> None:
     is ``asked``, an ``OpenRequest``.
     """
     xargs = dict(getattr(request, "vllm_xargs", None) or {})
-    pieces, suffix = xargs.pop("template", None), getattr(request, "suffix", None)
+    suffix = getattr(request, "suffix", None)
     if suffix is not None:
-        pieces = _around_suffix(request, suffix, xargs, pieces)
-        xargs["return_given"] = False
+        echo = getattr(request, "echo", False)
+        check_suffix(suffix, xargs, length_of(request), echo=echo)
+        # vLLM would render it as a prompt of a model that was trained to continue prompts.
+        request.suffix = None
+        xargs |= {"template": [OPEN, suffix], "return_given": False}
+    pieces = xargs.pop("template", None)
     max_model_len = serving.model_config.max_model_len
     if pieces is not None:
         if "response_template" in xargs:
@@ -225,27 +228,25 @@ def length_of(request: Any) -> int | None:
     return next((given[name] for name in LENGTHS if given.get(name) is not None), None)
 
 
-def _around_suffix(
-    request: Any, suffix: str, xargs: dict[str, Any], template: Any
-) -> list[Piece]:
-    if template is not None or "response_template" in xargs:
+def check_suffix(
+    suffix: Any, xargs: dict[str, Any], length: int | None, *, echo: Any
+) -> None:
+    """Raise ``InvalidRequestError`` for a request that cannot have this suffix."""
+    if not isinstance(suffix, str):
+        raise InvalidRequestError(f"suffix is a {type(suffix).__name__}, not a text")
+    if xargs.keys() & {"template", "response_template"}:
         raise InvalidRequestError(
             "suffix and a template both say what is given; give one"
         )
-    if getattr(request, "echo", False):
+    if echo:
         raise InvalidRequestError(
             "suffix is not supported with echo; leave one of them unset"
         )
-    length = length_of(request)
     if length is not None and length < 1:
         raise InvalidRequestError(
-            f"max_tokens={length}: with suffix, at least 1 token is filled in"
+            f"max_tokens={length}: with suffix it must be at least 1, the most tokens "
+            f"to fill in"
         )
-    if not isinstance(suffix, str):
-        raise InvalidRequestError(f"suffix is a {type(suffix).__name__}, not a text")
-    # vLLM would render it as a prompt of a model that was trained to continue prompts.
-    request.suffix = None
-    return [OPEN, suffix]
 
 
 def _options(xargs: dict[str, Any]) -> RequestOptions:

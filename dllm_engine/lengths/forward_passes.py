@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Generator, Iterable, Iterator
-from contextlib import suppress
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -173,18 +172,15 @@ class ForwardPasses:
             answers, changes = await self._engine.collective_rpc(
                 "masked_logprobs", args=arguments_of(probes)
             )
-        except BaseException as error:
+        except Exception as error:
             for _, future in taken:
-                with suppress(asyncio.InvalidStateError):
+                if not future.done():
                     future.set_exception(error)
-                    future.exception()  # nobody may be left to ask for it
-            if not isinstance(error, Exception):
-                raise
             return
         remaining = iter(answers or ())
         for batch, future in taken:
             own = None if answers is None else [*islice(remaining, len(batch))]
-            with suppress(asyncio.InvalidStateError):
+            if not future.done():
                 future.set_result((own, changes))
 
 
