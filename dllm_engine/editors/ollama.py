@@ -31,7 +31,6 @@ class GenerateBody(BaseModel):
     model: str
     prompt: str | None = None
     suffix: str | None = None
-    system: str | None = None
     raw: bool | None = False
     stream: bool | None = True
     options: OllamaOptions | None = None

@@ -139,15 +139,14 @@ class Opened:
         if self.vocabulary is None or None not in template:
             return
         first, length = template.index(None), template.count(None)
-        allowed, end = self._allowed(first, length), first + length
-        barred = self._repeating(template[end:], first, end) if rank else {}
-        for place in allowed.keys() & barred.keys():
-            others = [i for i in allowed[place] if i not in barred[place]]
-            allowed[place] = tuple(others) or allowed[place]
-            del barred[place]
+        end = first + length
+        last_free = end - 1 - bool(self.behind.given)
+        barred = []
+        if rank and last_free >= first + bool(self.before.given):
+            barred = [(last_free, self._repeating(template[end:]))]
         carried = {
-            "allowed": [*allowed.items()],
-            "barred": [(place, sorted(tokens)) for place, tokens in barred.items()],
+            "allowed": [*self._allowed(first, length).items()],
+            "barred": barred,
             "texts": self.texts,
         }
         packed = json.dumps(carried).encode()
@@ -160,31 +159,18 @@ class Opened:
         places = (first, self.before), (first + length - 1, self.behind)
         return {place: edge.tokens for place, edge in places if edge.given}
 
-    def _repeating(
-        self, behind: Sequence[int | None], first: int, end: int
-    ) -> dict[int, set[int]]:
-        """By place, tokens that would let a hole end with the begin of the text behind
-        it.
+    def _repeating(self, behind: Sequence[int | None]) -> list[int]:
+        """Tokens that would let a hole end with the begin of the text behind it, or
+        with a token of that.
         """
-        vocabulary, last = self.vocabulary, self.behind.name
+        vocabulary = self.vocabulary
         assert vocabulary is not None
         names = [vocabulary.names.get(token, "") for token in behind[:_MOST_REPEATED]]
-        text = (last + "".join(takewhile(bool, names)))[:_MOST_REPEATED]
-        begins = [text[: size + 1] for size in range(len(text))]
-        inside = {begin[i:] for begin in begins for i in range(len(begin))}
-        barred = {}
-        for place, edge in {end - 1: last, end - 1 - bool(last): ""}.items():
-            if place < first + bool(self.before.name):
-                continue
-            tokens = {
-                token
-                for begin in begins
-                for token in vocabulary.ending_with(begin + edge)
-            }
-            if not edge:
-                tokens.update(vocabulary.named(inside))
-            barred[place] = tokens
-        return barred
+        text = self.behind.name + "".join(takewhile(bool, names))
+        begins = [text[: end + 1] for end in range(min(len(text), _MOST_REPEATED))]
+        inside = {begin[start:] for begin in begins for start in range(len(begin))}
+        tokens = {*vocabulary.named(inside)}
+        return sorted(tokens.union(*map(vocabulary.ending_with, begins)))
 
 
 @dataclass(frozen=True)
