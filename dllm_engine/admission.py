@@ -56,6 +56,7 @@ _INSTEAD = {
     "to a prompt, in Python LLM.masked_logprobs"
 }
 _KINDS = get_type_hints(SamplingParams)
+_DEFAULTS = SamplingParams()
 
 
 def admitted(
@@ -84,6 +85,8 @@ def _check_types(params: SamplingParams) -> None:
     """
     for name in SamplingParams.__struct_fields__:
         value = getattr(params, name)
+        if value is getattr(_DEFAULTS, name):
+            continue
         kind = _KINDS[name]
         if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
             raise InvalidRequestError(f"{name} is out of range: it may have 64 bits")

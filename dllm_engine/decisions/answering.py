@@ -5,7 +5,6 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from threading import Lock
 from typing import Any, NamedTuple
 
 from vllm.exceptions import (
@@ -13,6 +12,7 @@ from vllm.exceptions import (
     RetryableRequestError,
     VLLMValidationError,
 )
+from vllm.inputs.engine import tokens_input
 
 from dllm_engine.decisions.asking import Asking, Row
 from dllm_engine.decisions.openai_form import read_questions
@@ -32,32 +32,19 @@ COUNTS = (
 """Names of metrics."""
 
 
-_POSITIONS_AT_ONCE = 2048
-"""Of the canvases of a request that the engine has at a time, about; one canvas may be
-longer. More would hold up what other requests compute in the same steps.
+_AT_ONCE = 16
+"""Rows of a request that the engine has at a time. It does not wait for more, and they
+leave the event loop and the steps to other requests.
 """
+_counts = dict.fromkeys(COUNTS, 0)
+"""Since they were last taken."""
 
 
-class _Counter:
+def take_counts() -> dict[str, int]:
     """Counts of this process since they were last taken."""
-
-    def __init__(self) -> None:
-        self._counts = dict.fromkeys(COUNTS, 0.0)
-        self._lock = Lock()
-
-    def add(self, *amounts: int) -> None:
-        with self._lock:
-            for name, amount in zip(COUNTS, amounts, strict=True):
-                self._counts[name] += amount
-
-    def take(self) -> dict[str, float]:
-        with self._lock:
-            counts = self._counts
-            self._counts = dict.fromkeys(COUNTS, 0.0)
-        return counts
-
-
-counter = _Counter()
+    taken = dict(_counts)
+    _counts.update(dict.fromkeys(COUNTS, 0))
+    return taken
 
 
 @dataclass(frozen=True)
@@ -134,7 +121,7 @@ async def answer_over_http(
     # The first prompt tells what is wrong with the model's name or the text, also where
     # each question has one option and none is asked.
     first = await prompt_of(rows[0].messages if rows else messages)
-    places = asyncio.Semaphore(max(_POSITIONS_AT_ONCE // len(first), 1))
+    places = asyncio.Semaphore(_AT_ONCE)
     turn = asyncio.Lock()
 
     async def ask(number: int, row: Row) -> _RowResult:
@@ -143,7 +130,7 @@ async def answer_over_http(
                 prompt = await prompt_of(row.messages) if number else first
             _check_length(len(prompt), row, engine.model_config.max_model_len)
             results = engine.generate(
-                {"prompt_token_ids": prompt}, row.params, f"{request_id}-{number}"
+                tokens_input(prompt), row.params, f"{request_id}-{number}"
             )
             (output,) = [result async for result in results]
         return _RowResult(_result(output), len(prompt), output.num_cached_tokens or 0)
@@ -153,7 +140,9 @@ async def answer_over_http(
     num_tokens = sum(each.num_tokens for each in results)
     num_shared = sum(each.num_shared for each in results)
     num_rows = sum(each.figures.tokens_computed for each in results)
-    counter.add(len(questions), num_rows, num_tokens, num_shared)
+    amounts = len(questions), num_rows, num_tokens, num_shared
+    for name, amount in zip(COUNTS, amounts, strict=True):
+        _counts[name] += amount
     answers = asking.answers(questions, rows, decisions)
     return Answered(answers, num_tokens, num_shared)
 

@@ -270,6 +270,7 @@ class Asking:
             temperature=0.0,
             max_tokens=len(unpacked_decision(packed).template),
             output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
             extra_args={DECISION: packed, "passes": 1},
         )
         is_blank = any(each.is_blank for each in readings.values())

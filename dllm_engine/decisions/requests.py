@@ -132,6 +132,7 @@ def _params(packed: bytes, passes: int) -> SamplingParams:
         temperature=0.0,
         max_tokens=len(unpacked_decision(packed).template),
         output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
         extra_args={DECISION: packed, "passes": passes},
     )
 

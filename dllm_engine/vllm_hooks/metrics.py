@@ -11,9 +11,9 @@ from typing import Any
 
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase, PrometheusStatLogger
 
-from dllm_engine.decisions.answering import counter
+from dllm_engine.decisions import answering
 from dllm_engine.scheduler.engine_stats import EngineStats, MetricSpec, take_stats
-from dllm_engine.structured_output.automata import take_counts
+from dllm_engine.structured_output import automata
 from dllm_engine.vllm_hooks.patch import Original, is_ours
 
 PREFIX = {True: "vllm:diffusion_", False: "vllm:dllm_"}
@@ -119,7 +119,7 @@ class DiffusionStatLogger(AggregateStatLoggerBase):
     ) -> None:
         message = take_stats(scheduler_stats)
         if message is not None:
-            counts = take_counts() | counter.take()
+            counts = automata.take_counts() | answering.take_counts()
             self._metrics.record(message | counts, engine_idx)
 
     def log_engine_initialized(self) -> None:

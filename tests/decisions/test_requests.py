@@ -29,6 +29,11 @@ SCHEMA = schema_of(FIELDS)
 OPTIONAL = {"type": "object", "properties": {"name": {"enum": ["Ida", "Tom"]}}}
 
 
+def matching(schema):
+    """What asks for a text of a schema as ``response_format``."""
+    return {"type": "json_schema", "json_schema": {"name": "p", "schema": schema}}
+
+
 def is_valid(values):
     return (
         [*values] == [*FIELDS]
@@ -121,10 +126,7 @@ def test_response_format_with_logprobs(openai, demo):
     """The tokens' log-probabilities say the same as the fields'."""
     schema = schema_of({"name": ["Ida", "Tom"], "is_old": bool})
     (expected,) = demo.decide([CHAT], schema)
-    wanted = {
-        "type": "json_schema",
-        "json_schema": {"name": "person", "schema": schema},
-    }
+    wanted = matching(schema)
     (choice,) = openai.chat.completions.create(
         model="demo",
         messages=CHAT,
@@ -159,20 +161,10 @@ def test_response_format_with_logprobs(openai, demo):
         {"max_tokens": 3},
         {"stream": True},
         {"extra_body": {"vllm_xargs": {"steps": 8}}},
-        {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "p", "schema": OPTIONAL},
-            }
-        },
         *(
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "p", "schema": schema},
-                }
-            }
+            {"response_format": matching(schema)}
             for schema in (
+                OPTIONAL,
                 {"type": "array"},
                 schema_of({"a": ["Ida"]}),
                 schema_of({"a": re.compile("[a-z]+")}),
@@ -181,13 +173,7 @@ def test_response_format_with_logprobs(openai, demo):
     ],
 )
 def test_other_requests_generate_their_text(openai, change):
-    wanted = {
-        "type": "json_schema",
-        "json_schema": {
-            "name": "person",
-            "schema": schema_of({"name": ["Ida", "Tom"]}),
-        },
-    }
+    wanted = matching(schema_of({"name": ["Ida", "Tom"]}))
     asked = {"response_format": wanted, "logprobs": True, "max_tokens": 24} | change
     if change == {"max_tokens": 3}:
         with pytest.raises(BadRequestError, match="too short for structured_outputs"):
