@@ -179,7 +179,6 @@ def build_decision(wanted: DecisionInput) -> Decision:
         else Texts.in_template(fields, wanted.template)
     )
     spelling, builder = Spelling(wanted), GraphBuilder()
-    _check_size(*spelling.least_size(texts), wanted)
     for number, (field, literal, choices) in enumerate(
         zip(texts.fields, texts.literals, texts.choices, strict=False)
     ):
@@ -289,21 +288,6 @@ class Spelling:
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self._automata: dict[Grammar, Automaton] = {}
-
-    def least_size(self, texts: Texts) -> tuple[int, int]:
-        """The fewest tokens that the longest text may have, and all literals and
-        choices together.
-        """
-        longest_token = int(np.diff(self.wanted.vocabulary.starts).max(initial=1))
-
-        def least(text: str) -> int:
-            return -(-len(text.encode()) // longest_token)
-
-        literals = sum(least(literal.removesuffix(" ")) for literal in texts.literals)
-        choices = [list(map(least, each)) for each in texts.choices]
-        return literals + sum(max(each, default=1) for each in choices), literals + sum(
-            map(sum, choices)
-        )
 
     def tokens_of(self, name: str, texts: Sequence[str]) -> list[list[int]]:
         """Tokens of each text; raises ``ValueError`` for one that they do not spell."""

@@ -204,15 +204,10 @@ class FieldChances:
             # At each position the others lead to none of the best texts.
             used = np.unique(np.argpartition(-behind, most, axis=0)[:most])
         chances = reached.chances[:, self.own.arcs[state].positions] @ behind[used].T
-        # As many beginnings have one arc at least that is so probable.
-        least = (
-            np.partition(chances.max(axis=1), -most)[-most]
-            if len(chances) >= most
-            else 0.0
-        )
-        rows, columns = np.nonzero((chances >= least) & (chances > 0))
-        largest = _largest(chances[rows, columns], most)
-        return rows[largest], used[columns[largest]]
+        likeliest = _largest(chances.ravel(), most)
+        likeliest = likeliest[chances.flat[likeliest] > 0]
+        rows, columns = np.divmod(likeliest, len(used))
+        return rows, used[columns]
 
     def probabilities(
         self,
