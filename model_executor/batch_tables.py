@@ -65,11 +65,9 @@ class BatchTables:
     ) -> Tensor:
         """Physical places, ``page · per_page + offset``, of items ``[n]`` in the tables
         of ``requests`` ``[n]``: int64 ``[n]``, or for a slice of the layers
-        ``[num_layers, n]``."""
-        return (
-            self.tables[layer, requests, items // per_page].long() * per_page
-            + items % per_page
-        )
+        ``[num_layers, n]``; −1 for an item below 0."""
+        pages = self.tables[layer, requests, items.clamp(min=0) // per_page].long()
+        return torch.where(items < 0, -1, pages * per_page + items % per_page)
 
 
 class FeatureTables(BatchTables):
@@ -91,10 +89,7 @@ class FeatureTables(BatchTables):
 
     def row_slots(self) -> Tensor:
         """Row slots ``[num_layers, num_rows]``; −1 outside the spans."""
-        slots = self.slots(
-            ALL_LAYERS, self.requests, self.items.clamp(min=0), self.rows.shape[1]
-        )
-        return slots.masked_fill_(self.items < 0, -1)
+        return self.slots(ALL_LAYERS, self.requests, self.items, self.rows.shape[1])
 
     def graph_inputs(self) -> list[Tensor]:
         return [self.requests, self.items, self.tables]
@@ -218,7 +213,7 @@ class TokenTables(BatchTables, KVTables):
         self, layer: int | slice, requests: Tensor, tokens: Tensor
     ) -> Tensor:
         """Physical slots of tokens, as of ``slots``: ``[n, num_kv_heads]``, or of a
-        slice of the layers.
+        slice of the layers; below 0 for a token below 0.
         """
         return self.pages.slots(
             self.slots(layer, requests, tokens, self.pages.page_size)

@@ -302,10 +302,13 @@ class EarlySkipPass(LayerPass):
         ``[num_layers, num_copied]``.
         """
         indicator = self.options.indicator
-        slots = None if self.features is None else self.features.row_slots()
-        run = LayersRun(
-            self.tables.row_slots(), self._copy_slots(), slots, self.stages[0]
-        )
+        slots = copy_slots = None
+        if self.features is not None:
+            slots = self.features.row_slots()
+        if self.copy_tokens is not None:
+            places = self.tables.requests, self.copy_tokens
+            copy_slots = self.copies.token_slots(ALL_LAYERS, *places)
+        run = LayersRun(self.tables.row_slots(), copy_slots, slots, self.stages[0])
         x = hidden
         rows = torch.arange(hidden.shape[0], device=hidden.device)
         for index, layer in enumerate(layers):
@@ -329,13 +332,6 @@ class EarlySkipPass(LayerPass):
             )
             results = [finished.index_fill_(0, rows, True), *run.kept_rows, *results]
         return hidden, results
-
-    def _copy_slots(self) -> Tensor | None:
-        if self.copy_tokens is None:
-            return None
-        places = self.tables.requests, self.copy_tokens.clamp(min=0)
-        slots = self.copies.token_slots(ALL_LAYERS, *places)
-        return slots.masked_fill_((self.copy_tokens < 0)[:, None], -1)
 
     def _attend(
         self,

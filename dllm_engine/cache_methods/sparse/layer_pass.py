@@ -196,8 +196,7 @@ class SparsePass(AddingPass):
         is_kept = (positions >= starts) & (positions < stops)
         kept = on_device(np.where(is_kept, positions, -1), batch.device)
         in_order = TokenTables(batch, self.pages)
-        slots = in_order.token_slots(ALL_LAYERS, batch.requests, kept.clamp(min=0))
-        slots.masked_fill_(kept[:, None] < 0, -1)
+        slots = in_order.token_slots(ALL_LAYERS, batch.requests, kept)
         self._keep_anchors(slots)
         return slots
 
