@@ -85,7 +85,7 @@ class BatchCandidates:
             np.array(members, dtype=np.int64), [len(part) for part in parts[1:]]
         )
         offsets = np.concatenate(parts)
-        longest = max(canvas.spec.layout.canvas_length for canvas in canvases)
+        longest = max(canvas.layout.canvas_length for canvas in canvases)
         per_request = [
             (
                 plan.quota.candidates.start,
@@ -94,7 +94,7 @@ class BatchCandidates:
                 # with shifted logits the window's first step fills it.
                 plan.span.start if batch.computes(index, plan.span) else 0,
                 plan.quota.candidates.size,
-                plan.quota.verifies or canvas.spec.layout.shifts_logits,
+                plan.quota.verifies or canvas.layout.shifts_logits,
             )
             for index, (plan, canvas) in enumerate(zip(plans, canvases, strict=True))
         ]
@@ -196,7 +196,7 @@ class BatchCandidates:
         for i, sigma in sigmas.items():
             canvas = self.batch.canvases[i]
             mine = self.rows_of(i)
-            start = canvas.spec.layout.prompt_length
+            start = canvas.layout.prompt_length
             weights[mine] = certainty_density(canvas.known[start:] >= 0, sigma)[
                 self.columns[2, mine] - start
             ]
@@ -211,10 +211,10 @@ class BatchCandidates:
         if not delaying:
             return None
         starts = [
-            canvases[i].start + canvases[i].spec.layout.prompt_length for i in delaying
+            canvases[i].start + canvases[i].layout.prompt_length for i in delaying
         ]
         owners, places = ranges(
-            starts, [canvases[i].spec.layout.gen_length for i in delaying]
+            starts, [canvases[i].layout.gen_length for i in delaying]
         )
         return on_device(
             np.stack((np.array(delaying)[owners], places)), self.table.device

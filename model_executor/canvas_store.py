@@ -56,22 +56,23 @@ class Canvas:
 
     def __init__(self, request: NewRequest) -> None:
         self.spec = spec = request.spec
+        self.layout = layout = spec.layout
         self.seed = signed_seed(request.seed)
         """Key of its random numbers, as the int64 of the same bits."""
         self.settings = SamplingSettings.of(spec)
         response = [
-            -1 if token is None else token for token in spec.layout.response_template
+            -1 if token is None else token for token in layout.response_template
         ]
-        behind = [-1] * (spec.layout.canvas_length - spec.layout.response_span.stop)
+        behind = [-1] * (layout.canvas_length - layout.response_span.stop)
         self.known = np.array([*request.prompt_token_ids, *response, *behind])
         """``[canvas_length]`` int64 on the host: the tokens after the last step that
         was reported, −1 where masked. With it the host lays out a step without asking
         the device."""
         self.began_masked = self.known < 0
         """``[canvas_length]`` bool on the host: masks before the first step."""
-        self.sent = spec.layout.prompt_length
+        self.sent = layout.prompt_length
         """The response up to this canvas position has been reported to be sent."""
-        self.committed_at = np.zeros(spec.layout.canvas_length, dtype=np.int64)
+        self.committed_at = np.zeros(layout.canvas_length, dtype=np.int64)
         """``[canvas_length]``: forward pass, counted from 1, that filled each position;
         0 where none did.
         """
@@ -88,11 +89,11 @@ class Canvas:
             constraint = constraint_of(
                 spec.text.constraint, spec.ends.tokens, spec.text.reasoning
             )
-            template = spec.layout.response_template
+            template = layout.response_template
             first_end = spec.ends.earliest
             self.constrained = ConstrainedResponse(
                 constraint,
-                spec.layout.prompt_length,
+                layout.prompt_length,
                 template,
                 first_end,
                 spec.text.thinking_budget,
@@ -108,7 +109,7 @@ class Canvas:
     def masked_per_block(self, window: Span) -> list[int]:
         """Masked tokens left in each of the blocks that make up ``window``."""
         is_masked = self.known[slice(*window)] < 0
-        length = self.spec.layout.block_length
+        length = self.layout.block_length
         return [
             int(np.count_nonzero(is_masked[i : i + length]))
             for i in range(0, window.size, length)
@@ -148,7 +149,7 @@ class Canvas:
         """Canvas positions to send now, within the response and before ``final``:
         decided positions with no mask before them, up to the first end token or the
         last complete block."""
-        last = min(final, self.spec.layout.response_span.stop)
+        last = min(final, self.layout.response_span.stop)
         if (
             self.sent < last and self.known[self.sent] < 0
         ):  # after most steps, and quickly told
@@ -165,28 +166,27 @@ class Canvas:
         elif masked.size:
             stop = (
                 decided
-                - (decided - self.spec.layout.blocks_start)
-                % self.spec.layout.block_length
+                - (decided - self.layout.blocks_start) % self.layout.block_length
             )
         else:
             stop = decided
         start, self.sent = self.sent, max(stop, self.sent)
         positions = np.arange(start, self.sent)
-        if self.spec.layout.return_given:
+        if self.layout.return_given:
             return positions
         return positions[
-            [not self.spec.layout.is_given(position) for position in positions.tolist()]
+            [not self.layout.is_given(position) for position in positions.tolist()]
         ]
 
     def give_up_behind_end(self) -> bool:
         """Replace all tokens behind the first end token of the response by end tokens;
         return True if there is one.
         """
-        response = self.known[self.spec.layout.prompt_length :]
+        response = self.known[self.layout.prompt_length :]
         ends = np.flatnonzero(np.isin(response, list(self.spec.ends.tokens)))
         if not ends.size:
             return False
-        behind = slice(self.spec.layout.prompt_length + int(ends[0]) + 1, None)
+        behind = slice(self.layout.prompt_length + int(ends[0]) + 1, None)
         token = int(response[ends[0]])
         if (self.known[behind] != token).any():
             self.known[behind] = token
@@ -252,7 +252,7 @@ class CanvasStore:
         # Twice what is needed, so that a canvas moves a bounded number of times as
         # others come and go.
         size = 2 * (
-            canvas_length + sum(canvas.spec.layout.canvas_length for canvas in canvases)
+            canvas_length + sum(canvas.layout.canvas_length for canvas in canvases)
         )
         if size > self.tokens.numel():
             self.tokens, self.masked = (
@@ -276,6 +276,6 @@ class CanvasStore:
 
     def _place(self, canvas: Canvas) -> None:
         canvas.start = self._end
-        self._end = self._end + canvas.spec.layout.canvas_length
+        self._end = self._end + canvas.layout.canvas_length
         canvas.tokens = self.tokens[canvas.start : self._end]
         canvas.masked = self.masked[canvas.start : self._end]

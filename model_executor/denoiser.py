@@ -220,7 +220,7 @@ def _constrained_rows(group: BatchCandidates) -> list[ConstrainedRows]:
         canvas, rows = canvases[index], group.rows_of(index)
         assert canvas.constrained is not None
         stop = min(
-            group.batch.plans[index].window.stop, canvas.spec.layout.response_span.stop
+            group.batch.plans[index].window.stop, canvas.layout.response_span.stop
         )
         constraint = canvas.constrained.constraint
         choose = partial(

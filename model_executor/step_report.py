@@ -191,8 +191,8 @@ def _commits(canvas: Canvas, sent: np.ndarray) -> Commits:
 
 def _shown(canvas: Canvas, window: Span, mask_token_id: int) -> ShownWindow:
     start, here = (
-        canvas.spec.layout.prompt_length,
-        slice(window.start, min(window.stop, canvas.spec.layout.response_span.stop)),
+        canvas.layout.prompt_length,
+        slice(window.start, min(window.stop, canvas.layout.response_span.stop)),
     )
     known, confidences = canvas.known[here], required(canvas.confidences)[here].tolist()
     return ShownWindow(

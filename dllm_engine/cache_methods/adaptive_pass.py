@@ -86,7 +86,7 @@ class AdaptivePass(LayerPass):
         in the authors' code, so that changed tokens enter all other layers."""
         device = batch.device
         kept = [
-            Span(live_start(canvas.spec), canvas.spec.layout.canvas_length)
+            Span(live_start(canvas.spec), canvas.layout.canvas_length)
             for canvas in batch.canvases
         ]
         self.features = FeatureTables(batch, pages, kept, pages.geometry.hidden_size)
@@ -97,7 +97,7 @@ class AdaptivePass(LayerPass):
         for i, plan in enumerate(batch.plans):
             first, stop = batch.bounds[i : i + 2]
             response = Span(
-                stop - (plan.span.stop - batch.canvases[i].spec.layout.prompt_length),
+                stop - (plan.span.stop - batch.canvases[i].layout.prompt_length),
                 stop,
             )
             scopes = {
@@ -145,8 +145,7 @@ class AdaptivePass(LayerPass):
         less."""
         keeps_all = isinstance(self.tables, TokenTables)
         alone = [
-            size == canvas.spec.layout.canvas_length
-            and (keeps_all or plan.forward == 0)
+            size == canvas.layout.canvas_length and (keeps_all or plan.forward == 0)
             for size, canvas, plan in zip(
                 sizes, self.batch.canvases, self.batch.plans, strict=True
             )

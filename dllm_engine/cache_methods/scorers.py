@@ -102,14 +102,14 @@ def masked_voters(first_quarter: int, stop_quarter: int, layer: ScoredLayer) -> 
 
 def last_prompt_voters(layer: ScoredLayer) -> Rows:
     """The last prompt tokens (SnapKV, arXiv 2404.14469)."""
-    length = layer.canvas.spec.layout.prompt_length
+    length = layer.canvas.layout.prompt_length
     return slice(max(length - layer.observation_window, 0), length)
 
 
 def prompt_voters(layer: ScoredLayer) -> Rows:
     """The prompt (MaskKV, Table 13). By its votes H2O (arXiv 2306.14048) chooses its
     heavy hitters, here of a model whose attention is not causal."""
-    return slice(layer.canvas.spec.layout.prompt_length)
+    return slice(layer.canvas.layout.prompt_length)
 
 
 def random(layer: ScoredLayer, tokens: Tensor) -> Tensor:

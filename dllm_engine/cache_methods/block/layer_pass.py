@@ -61,7 +61,7 @@ def _draft_rows(batch: StepBatch) -> np.ndarray:
     """Indices of the rows that draft: not those of finished tokens before them."""
     first_drafts = []
     for canvas, plan in zip(batch.canvases, batch.plans, strict=True):
-        layout = canvas.spec.layout
+        layout = canvas.layout
         drafts = layout.has_drafts and not plan.quota.verifies
         first = layout.from_block_start(plan.window).start
         first_drafts.append(first if drafts else layout.canvas_length)

@@ -105,7 +105,7 @@ class RolloutPass(LayerPass):
         self.pages = pages
         num_rows = batch.bounds[-1]
         sizes = batch.sizes
-        lengths = [canvas.spec.layout.canvas_length for canvas in batch.canvases]
+        lengths = [canvas.layout.canvas_length for canvas in batch.canvases]
         self.tables = TokenTables(batch, pages)
         self.num_tokens = max(lengths)
         """Positions of a canvas, at most. It and numbers of rows are rounded up where
@@ -132,7 +132,7 @@ class RolloutPass(LayerPass):
         the batch.
         """
         self.known_before = [
-            canvas.known[canvas.spec.layout.prompt_length :] >= 0
+            canvas.known[canvas.layout.prompt_length :] >= 0
             for canvas in batch.canvases
         ]
         """Tokens of each response that are known when the pass begins, bool."""
@@ -253,7 +253,7 @@ class RolloutPass(LayerPass):
         """The rows of a request's next pass, by the importance and the confidence of
         its positions, float64 ``[canvas_length]``; None if no mask is left."""
         canvas = self.batch.canvases[index]
-        layout = canvas.spec.layout
+        layout = canvas.layout
         options = D2CacheOptions.of(canvas.spec)
         start = layout.prompt_length
         shift = int(layout.shifts_logits)

@@ -27,7 +27,7 @@ class MaskedRowsPass(OverwritePass):
             self.repeats = Repeats.OTHER_WORK
             return
         self.repeats = Repeats.AFTER_FOLLOW
-        shift = int(batch.canvases[0].spec.layout.shifts_logits)
+        shift = int(batch.canvases[0].layout.shifts_logits)
         masked = []
         for index, canvas in enumerate(batch.canvases):
             positions = batch.host_positions[batch.rows(index)]
@@ -42,7 +42,7 @@ class MaskedRowsPass(OverwritePass):
         span = LayerPass.positions(plan, canvas)
         if plan.own is None:
             return span
-        shift = int(canvas.spec.layout.shifts_logits)
+        shift = int(canvas.layout.shifts_logits)
         was_masked = canvas.known < 0
         was_masked[canvas.last_unmasked] = True
         # The last row of a canvas predicts nothing with shifted logits.

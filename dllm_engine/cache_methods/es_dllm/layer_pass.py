@@ -111,11 +111,11 @@ class EarlySkipPass(LayerPass):
         options = ESDLLMOptions.of(batch.canvases[0].spec)
         self.batch, self.pages, self.options = batch, pages, options
         device, plans, sizes = batch.device, batch.plans, batch.sizes
-        self.shift = int(batch.canvases[0].spec.layout.shifts_logits)
+        self.shift = int(batch.canvases[0].layout.shifts_logits)
         for canvas in batch.canvases:
             if canvas.own is None:
                 canvas.own = Confidences(
-                    torch.zeros(canvas.spec.layout.canvas_length + 1, device=device)
+                    torch.zeros(canvas.layout.canvas_length + 1, device=device)
                 )
 
         self.tables = TokenTables(batch, pages)
@@ -138,7 +138,7 @@ class EarlySkipPass(LayerPass):
             self.copy_tokens = self._copy_tokens()
 
         self.skips = [step.skips for step in self.steps]
-        lengths = [canvas.spec.layout.canvas_length for canvas in batch.canvases]
+        lengths = [canvas.layout.canvas_length for canvas in batch.canvases]
         alone = [
             whole and not reads and not skips
             for whole, reads, skips in zip(
@@ -182,7 +182,7 @@ class EarlySkipPass(LayerPass):
         """The values that rows are remembered by, if these are no keys or values."""
         if options.keeps_features and self.cuts:
             predicting = [
-                Span(*(end - self.shift for end in c.spec.layout.response_span))
+                Span(*(end - self.shift for end in c.layout.response_span))
                 for c in batch.canvases
             ]
             width = options.feature_width(pages.geometry)
@@ -214,7 +214,7 @@ class EarlySkipPass(LayerPass):
 
     def _outside_window(self, index: int) -> Tensor:
         first, stop = (end - self.shift for end in self.batch.plans[index].window)
-        canvas = np.arange(self.batch.canvases[index].spec.layout.canvas_length)
+        canvas = np.arange(self.batch.canvases[index].layout.canvas_length)
         return on_device(np.delete(canvas, slice(first, stop)), self.batch.device)
 
     def _copy_tokens(self) -> Tensor:
@@ -265,7 +265,7 @@ class EarlySkipPass(LayerPass):
     def positions(plan: StepPlan, canvas: Canvas) -> np.ndarray:
         start = plan.span.start
         if plan.own.from_last_unmasked and canvas.last_unmasked:
-            shift = int(canvas.spec.layout.shifts_logits)
+            shift = int(canvas.layout.shifts_logits)
             start = min(start, max(canvas.last_unmasked[0] - shift, 0))
         return np.arange(start, plan.span.stop)
 
@@ -443,7 +443,7 @@ class EarlySkipPass(LayerPass):
     ) -> None:
         confidences = statistics.probability
         canvas = self.batch.canvases[index]
-        if statistics.held_back is not None and not canvas.spec.layout.shifts_logits:
+        if statistics.held_back is not None and not canvas.layout.shifts_logits:
             # As in the authors' code: how confident an end token was that came too
             # early is forgotten, but not with shifted logits.
             confidences = confidences.masked_fill(statistics.held_back, 0.0)

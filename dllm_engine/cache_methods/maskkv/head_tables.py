@@ -45,7 +45,7 @@ class HeadTables(BatchTables):
                 )
         self.kept = torch.stack([canvas.own.kept for canvas in batch.canvases], dim=1)
         """``[num_layers, num_requests, num_kv_heads]``"""
-        layouts = [canvas.spec.layout for canvas in batch.canvases]
+        layouts = [canvas.layout for canvas in batch.canvases]
         gen_lengths = on_device([layout.gen_length for layout in layouts], device)
         lengths = (self.kept + gen_lengths[:, None]).int()
         in_order = lengths.transpose(0, 1)
@@ -84,7 +84,7 @@ class HeadTables(BatchTables):
         canvas = self.batch.canvases[index]
         canvas.own.kept[layer] = kept
         canvas.own.numbers.append(numbers.T.int())
-        layout = canvas.spec.layout
+        layout = canvas.layout
         read_of_response = self.batch.plans[index].read - layout.prompt_length
         self.kept[layer, index] = kept
         self.head_len[layer, index] = kept + read_of_response

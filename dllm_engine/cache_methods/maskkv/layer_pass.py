@@ -134,7 +134,7 @@ class MaskKVPass(AdaptivePass):
         if index not in self.voting:
             return None
         response = (
-            self.batch.canvases[index].spec.layout.gen_length
+            self.batch.canvases[index].layout.gen_length
             * self.num_layers
             * self.pages.num_kv_heads
         )
