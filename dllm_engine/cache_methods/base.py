@@ -151,7 +151,7 @@ def plan_whole(spec: DecodingSpec, progress: Progress) -> StepPlan:
     """A step that computes all that the running blocks can see, but for a shared
     beginning of the prompt, which alone is kept in pages.
     """
-    visible = spec.layout.visible(spec.layout.span_of(progress.running))
+    visible = spec.layout.visible(progress.window(spec))
     start = progress.num_shared
     keep = spec.num_sharable or 0
     return plan_behind_prefix(
@@ -195,7 +195,7 @@ def plan_on_canvas(
     """A step of a method that keeps every position, as the last step left it that
     computed it.
     """
-    kept = spec.layout.visible(spec.layout.span_of(progress.running))
+    kept = spec.layout.visible(progress.window(spec))
     work = StepWork(state, scope, span, read=fast_pass_span(progress, kept).stop)
     plan = step_plan(spec, progress, work, window_alone=window_alone)
     plan.retained = kept.stop

@@ -27,7 +27,7 @@ def plan_blocks(spec: DecodingSpec, progress: Progress) -> StepPlan:
     """The first step of a block feeds what is finished before it and not kept yet (the
     prompt, or the block before), keeps that, and predicts the block in the same pass.
     The others feed the block alone."""
-    block = spec.layout.from_block_start(spec.layout.span_of(progress.running))
+    block = spec.layout.from_block_start(progress.window(spec))
     kept = progress.retained
     final = block.start if progress.num_masked else tokens_kept(spec, progress.running)
     stop = block.stop

@@ -47,7 +47,7 @@ def refresh_then_reuse(
     """Plan of a step since a block joined: ``update_step`` steps that compute what is
     refreshed, one UPDATE that computes it once more and retains tokens, then steps over
     the window alone."""
-    window = spec.layout.span_of(progress.running)
+    window = progress.window(spec)
     if progress.step > update_step:
         read = progress.retained
         work = StepWork(RefreshState.REUSE, Scope.ACTIVE, window, read=read)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from dllm_engine.decoding.canvas_layout import FIRST_BLOCK, Blocks
+from dllm_engine.decoding.canvas_layout import FIRST_BLOCK, Blocks, Span
 from dllm_engine.decoding.spec import DecodingSpec
 from dllm_engine.decoding.unmasking_policies import SlowFastState
 
@@ -92,6 +92,10 @@ class Progress:
     @property
     def num_masked(self) -> int:
         return sum(self.masked)
+
+    def window(self, spec: DecodingSpec) -> Span:
+        """Canvas positions of the running blocks."""
+        return spec.layout.span_of(self.running)
 
     def passed_multiple_of(self, interval: int) -> bool:
         """Return True if the last step brought ``num_unmasked`` to a multiple of

@@ -210,7 +210,7 @@ def predicts_next(spec: DecodingSpec, progress: Progress) -> bool:
         return progress.num_masked == 1
     if not layout.seeds_blocks or progress.step > 0:
         return False
-    start = layout.span_of(progress.running).start
+    start = progress.window(spec).start
     return layout.block_start(start) == start
 
 
@@ -324,7 +324,7 @@ def step_plan(
     """Plan of a step that does this work. ``window_alone`` as in ``unmask_quota``."""
     state, scope, span, read, adds = work
     span = span if adds else fast_pass_span(progress, span)
-    window = spec.layout.span_of(progress.running)
+    window = progress.window(spec)
     return StepPlan(
         state=state,
         scope=scope,

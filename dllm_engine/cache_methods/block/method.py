@@ -48,7 +48,7 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     if not BlockOptions.of(spec).sub_block_cache:
         return plan_blocks(spec, progress)
     layout = spec.layout
-    window = layout.span_of(progress.running)
+    window = progress.window(spec)
     block = layout.from_block_start(window)
     planned = plan_blocks(spec, progress)
     planned.retained = block.start

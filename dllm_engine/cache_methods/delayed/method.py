@@ -44,7 +44,7 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
         keeping = end if keeps <= number else keeping
         waits = waits or arrives <= number < keeps
     renews = keeping == kept and (waits or number % options.refresh_interval == 0)
-    stop = spec.layout.visible(spec.layout.span_of(progress.running)).stop
+    stop = spec.layout.visible(progress.window(spec)).stop
     return plan_behind_prefix(
         spec, progress, 0 if renews else kept, stop, keep=keeping, window_alone=False
     )

@@ -33,7 +33,7 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     options = DualOptions.of(spec)
     if options.refresh != "near":
         return refresh_then_reuse(spec, progress, 0, retain_all)
-    window = spec.layout.span_of(progress.running)
+    window = progress.window(spec)
     visible = spec.layout.visible(window)
     state, scope, span = RefreshState.UPDATE, Scope.ACTIVE, window
     if progress.step:

@@ -54,7 +54,7 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     first step after that keeps it. Its last row then predicts the window's first
     position where logits are shifted.
     """
-    window = spec.layout.span_of(progress.running)
+    window = progress.window(spec)
     clean = clean_tokens(spec, progress.running)
     visible = spec.layout.visible(window)
     if progress.num_forwards == 0:

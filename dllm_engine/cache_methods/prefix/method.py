@@ -14,7 +14,7 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     """The first step of a window keeps what lies before it; the others compute the
     window and all behind it.
     """
-    window = spec.layout.span_of(progress.running)
+    window = progress.window(spec)
     start = window.start if progress.step else progress.num_shared
     return plan_behind_prefix(
         spec, progress, start, spec.layout.visible(window).stop, keep=window.start
