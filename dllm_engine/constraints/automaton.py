@@ -105,6 +105,4 @@ def distances(
 def unpacked(packed: bytes) -> Automaton:
     """The automaton of ``Automaton.packed``. Requests of the same constraint share it."""
     with np.load(io.BytesIO(packed), allow_pickle=False) as tables:
-        automaton = Automaton(**tables)
-    vars(automaton)["packed"] = packed  # not to be made again
-    return automaton
+        return Automaton(**tables)

@@ -159,12 +159,6 @@ class DecisionInput:
                 f"({type(error).__name__})"
             ) from None
 
-    def read(self, sent: bytes) -> bytes:
-        return sent
-
-    def size_of(self, packed: bytes) -> int:
-        return len(packed)
-
 
 def build_decision(wanted: DecisionInput) -> Decision:
     """The decision that writes the texts of its fields.

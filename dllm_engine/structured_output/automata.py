@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock, Thread
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol
 
 from cachetools import LRUCache
 from vllm.exceptions import GenerationError, RetryableRequestError
@@ -40,7 +40,9 @@ _LONGEST_REASON = 500
 
 
 class Wanted(Protocol):
-    """An input that is built in a process of its own; equal inputs have equal results."""
+    """An input from which a process of its own makes bytes; equal inputs make equal
+    ones.
+    """
 
     @property
     def build_seconds(self) -> float:
@@ -50,19 +52,13 @@ class Wanted(Protocol):
     def about(self) -> str:
         """The field that an error names, and a word for what is built."""
 
-    def read(self, sent: bytes) -> Any:
-        """The result, from what ``run`` returned in that process."""
-
-    def size_of(self, result: Any) -> int:
-        """Bytes that a kept result takes."""
-
 
 class _Build:
     """A build that runs or waits for its turn, for all requests that wait for it."""
 
     def __init__(self, wanted: Wanted) -> None:
         self.wanted = wanted
-        self.future: Future[Any] = Future()
+        self.future: Future[bytes] = Future()
         # A request that is aborted does not cancel those of others.
         self.future.set_running_or_notify_cancel()
         self.num_waiting = 0
@@ -77,8 +73,8 @@ class _Cache:
 
     def __init__(self, kept_bytes: int = _KEPT_BYTES) -> None:
         self.counts = dict.fromkeys(COUNTS, 0.0)
-        self.kept: LRUCache[Wanted, _Kept] = LRUCache(
-            kept_bytes, lambda kept: min(kept.size, kept_bytes)
+        self.kept: LRUCache[Wanted, bytes] = LRUCache(
+            kept_bytes, lambda result: min(len(result), kept_bytes)
         )
         self.builds: dict[Wanted, _Build] = {}
         """Builds that run or wait for their turn."""
@@ -121,43 +117,37 @@ class _Cache:
             self.num_threads -= 1
         return None
 
-    def end(
-        self, build: _Build, result: Any, failure: BaseException | None, seconds: float
-    ) -> None:
+    def end(self, build: _Build, result: bytes | BaseException, seconds: float) -> None:
         """Tell all who wait what a build came to, and keep its result."""
         with self.lock:
             self.counts["automaton_builds"] += 1
             self.counts["automaton_build_seconds"] += seconds
             if not build.is_abandoned:
                 del self.builds[build.wanted]
-            if failure is not None:
-                build.future.set_exception(failure)
+            if isinstance(result, BaseException):
+                build.future.set_exception(result)
                 return
-            self.kept[build.wanted] = _Kept(result, build.wanted.size_of(result))
+            self.kept[build.wanted] = result
             build.future.set_result(result)
-
-
-class _Kept(NamedTuple):
-    result: Any
-    size: int
 
 
 def _run_builds(cache: _Cache) -> None:
     """Build as long as builds wait."""
     while (build := cache.next_build()) is not None:
-        start, result, failure = time.monotonic(), None, None
+        start = time.monotonic()
+        result: bytes | BaseException
         try:
             result = _build_apart(cache, build)
         except BaseException as error:
-            failure = error
-        cache.end(build, result, failure, time.monotonic() - start)
+            result = error
+        cache.end(build, result, time.monotonic() - start)
 
 
-def _build_apart(cache: _Cache, build: _Build) -> Any:
+def _build_apart(cache: _Cache, build: _Build) -> bytes:
     wanted = build.wanted
     process = _run_apart(cache, build)
     if not (status := process.returncode):
-        return wanted.read(process.stdout)
+        return process.stdout
     if status in (-signal.SIGXCPU, -signal.SIGALRM):
         raise InvalidRequestError(
             f"{wanted.about} takes over max_automaton_seconds={wanted.build_seconds:g} "
@@ -223,7 +213,7 @@ def take_counts() -> dict[str, float]:
 
 
 @contextmanager
-def _awaited(wanted: Wanted) -> Iterator[Future[Any]]:
+def _awaited(wanted: Wanted) -> Iterator[Future[bytes]]:
     """The future of a result, for a block that waits for it. What is not kept is built.
     A build ends when all have left their blocks: its client may have gone.
 
@@ -235,8 +225,8 @@ def _awaited(wanted: Wanted) -> Iterator[Future[Any]]:
             build = cache.builds.get(wanted) or cache.begin(wanted)
             build.num_waiting += 1
     if kept is not None:
-        future: Future[Any] = Future()
-        future.set_result(kept.result)
+        future: Future[bytes] = Future()
+        future.set_result(kept)
         yield future
         return
     try:
@@ -254,8 +244,8 @@ def is_kept(wanted: Wanted) -> bool:
         return wanted in _cache.kept
 
 
-def built(wanted: Wanted) -> Any:
-    """Build what is wanted, such as an automaton, and wait until it is built.
+def built(wanted: Wanted) -> bytes:
+    """Build what is wanted, such as a packed automaton, and wait until it is built.
 
     Raises:
         RetryableRequestError: too many builds wait, or the building process was killed.
@@ -266,7 +256,7 @@ def built(wanted: Wanted) -> Any:
         return future.result()
 
 
-async def when_built(wanted: Wanted) -> Any:
+async def when_built(wanted: Wanted) -> bytes:
     """Call ``built`` without holding up the event loop."""
     with _awaited(wanted) as future:
         return await asyncio.wrap_future(future)

@@ -18,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 
-from dllm_engine.constraints.automaton import Automaton, unpacked
+from dllm_engine.constraints.automaton import Automaton
 from dllm_engine.model_executor.workers.parent import end_with_parent
 from dllm_engine.structured_output import compiler
 from dllm_engine.structured_output.expression import Either, Expression, literal
@@ -99,16 +99,6 @@ class BuildInput:
             raise ValueError(
                 f"structured_outputs.{self.grammar.kind}: {error}"
             ) from None
-
-    def read(self, sent: bytes) -> Automaton:
-        return unpacked(sent)
-
-    def size_of(self, automaton: Automaton) -> int:
-        """Bytes of its tables, and as much again for ``packed`` and what that is made
-        from.
-        """
-        tables = (automaton.class_of, automaton.next_state, automaton.accepting)
-        return 2 * sum(table.nbytes for table in tables)
 
 
 def build(wanted: BuildInput) -> Automaton:

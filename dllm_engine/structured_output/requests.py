@@ -320,12 +320,12 @@ def constrained(
     params = params.clone()
     params.structured_outputs = None
     params.thinking_token_budget = arguments.budget if REASONING in grammars else None
-    params.extra_args = {name: automaton.packed for name, automaton in automata.items()}
-    params.extra_args |= {
+    others = {
         name: value
         for name, value in given.items()
         if not isinstance(value, ReasoningArguments)
     }
+    params.extra_args = {**automata, **others}
     return params
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from vllm.exceptions import GenerationError, RetryableRequestError
 from vllm.sampling_params import StructuredOutputsParams
 
+from dllm_engine.constraints.automaton import unpacked
 from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.structured_output import automata
 from dllm_engine.structured_output.automata import (
@@ -47,7 +48,7 @@ def wanted_of(grammar: Grammar, tokenizer, vocab_size: int = 410, **limits):
 
 
 def automaton_of(*args, **limits):
-    return built(wanted_of(*args, **limits))
+    return unpacked(built(wanted_of(*args, **limits)))
 
 
 @pytest.fixture
