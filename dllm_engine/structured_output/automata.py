@@ -9,11 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Protocol
 
@@ -78,9 +78,9 @@ class _Cache:
         )
         self.builds: dict[Wanted, _Build] = {}
         """Builds that run or wait for their turn."""
-        self.waiting: deque[_Build] = deque()
-        self.num_threads = 0
-        """Threads that build."""
+        self.turns: SimpleQueue[_Build] = SimpleQueue()
+        """Builds whose turn comes, and those of them that nobody waits for any more."""
+        self.has_threads = False
         self.lock = Lock()
 
     def begin(self, wanted: Wanted) -> _Build:
@@ -91,31 +91,22 @@ class _Cache:
                 f"be built, and no more may; send the request again later"
             )
         build = self.builds[wanted] = _Build(wanted)
-        self.waiting.append(build)
-        if self.num_threads < _AT_ONCE:
-            self.num_threads += 1
+        self.turns.put(build)
+        if not self.has_threads:
+            self.has_threads = True
             # An executor's threads would hold up the end of the program.
-            Thread(
-                target=_run_builds, args=(self,), name="automaton", daemon=True
-            ).start()
+            for _ in range(_AT_ONCE):
+                Thread(
+                    target=_run_builds, args=(self,), name="automaton", daemon=True
+                ).start()
         return build
 
     def abandon(self, build: _Build) -> None:
         """End a build that nobody waits for."""
         build.is_abandoned = True
         del self.builds[build.wanted]
-        if build in self.waiting:
-            self.waiting.remove(build)
-        elif build.process is not None:
+        if build.process is not None:
             build.process.kill()
-
-    def next_build(self) -> _Build | None:
-        """The build whose turn it is. Without one, a thread ends."""
-        with self.lock:
-            if self.waiting:
-                return self.waiting.popleft()
-            self.num_threads -= 1
-        return None
 
     def end(self, build: _Build, result: bytes | BaseException, seconds: float) -> None:
         """Tell all who wait what a build came to, and keep its result."""
@@ -132,8 +123,11 @@ class _Cache:
 
 
 def _run_builds(cache: _Cache) -> None:
-    """Build as long as builds wait."""
-    while (build := cache.next_build()) is not None:
+    """Build what is wanted, one after the other."""
+    while True:
+        build = cache.turns.get()
+        if build.is_abandoned:
+            continue
         start = time.monotonic()
         result: bytes | BaseException
         try:
