@@ -37,10 +37,8 @@ class ScoredLayer:
     """``[n, num_heads, head_dim]``, after RoPE."""
     k: Tensor
     """``[n, num_kv_heads, head_dim]``, after RoPE."""
-    lse: Tensor | None
-    """float32 ``[n, num_heads]``: logarithm of each softmax's denominator; for scorers
-    that need it.
-    """
+    lse: Tensor
+    """float32 ``[n, num_heads]``: logarithm of each softmax's denominator."""
     canvas: Canvas
     window: Span
     """Canvas positions of the running blocks."""
@@ -52,13 +50,12 @@ class ScoredLayer:
 
 
 class Scorer(NamedTuple):
-    """A score of tokens, and its needs."""
+    """A score of tokens, and how a head with a budget retains them."""
 
     score: Callable[[ScoredLayer, Tensor], Tensor]
     """``score(layer, tokens)``: float32 ``[num_kv_heads, num_tokens]`` for canvas
     positions ``tokens``.
     """
-    needs_lse: bool = True
     num_recent: Callable[[Tensor], Tensor] = torch.zeros_like
     """``num_recent(kept)``: how many of the ``kept`` tokens of a head with a budget are
     the last ones of the prompt, whatever they score."""
@@ -85,7 +82,6 @@ def votes(
     voters: Callable[[ScoredLayer], Rows], layer: ScoredLayer, tokens: Tensor
 ) -> Tensor:
     """The attention that some of the computed positions pay to each token."""
-    assert layer.lse is not None
     rows = voters(layer)
     return voting_scores(layer.q[rows], layer.k[tokens], layer.lse[rows])
 
@@ -127,7 +123,7 @@ def random(layer: ScoredLayer, tokens: Tensor) -> Tensor:
 
 
 SCORERS: dict[str, Scorer] = {
-    "mean_query": Scorer(mean_query, needs_lse=False),
+    "mean_query": Scorer(mean_query),
     "mask_voting": Scorer(partial(votes, partial(masked_voters, 0, 4))),
     "all_voting": Scorer(partial(votes, lambda layer: slice(None))),
     "prompt_voting": Scorer(partial(votes, prompt_voters)),
@@ -138,7 +134,7 @@ SCORERS: dict[str, Scorer] = {
         pool_kernel_size=7,
     ),
     "h2o": Scorer(partial(votes, prompt_voters), num_recent=lambda kept: kept // 2),
-    "random": Scorer(random, needs_lse=False),
+    "random": Scorer(random),
 } | {
     f"mask_voting_{name}": Scorer(partial(votes, partial(masked_voters, i, i + 1)))
     for i, name in enumerate(QUARTERS)

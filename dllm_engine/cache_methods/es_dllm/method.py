@@ -4,7 +4,6 @@ leave the pass early.
 
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import pairwise
 from typing import ClassVar, Literal
 
 from pydantic import field_validator
@@ -64,15 +63,12 @@ class ESDLLMOptions(EvictingOptions):
     ) -> tuple[tuple[float, float], ...]:
         fractions = [fraction for fraction, _ in value]
         depths = [depth for _, depth in value]
-        if not value or depths[0] != 0:
+        if depths[:1] != [0]:
             raise ValueError("must begin with depth 0")
-        if any(not 0 <= depth < 1 for depth in depths) or any(
-            a >= b for a, b in pairwise(depths)
-        ):
+        if depths != sorted(set(depths)) or not depths[-1] < 1:
             raise ValueError("depths must rise within [0, 1)")
-        if any(not 0 < fraction <= 1 for fraction in fractions) or any(
-            a < b for a, b in pairwise(fractions)
-        ):
+        falls = fractions == sorted(fractions, reverse=True)
+        if not falls or not 0 < fractions[-1] <= fractions[0] <= 1:
             raise ValueError("fractions must fall, or stay, within (0, 1]")
         return value
 

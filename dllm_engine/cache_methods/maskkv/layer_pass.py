@@ -33,7 +33,6 @@ from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes.base import (
     GraphParts,
     Results,
-    attend_alone,
     attend_paged,
 )
 from dllm_engine.model_executor.step_batch import RowBounds, SplitRows, StepBatch
@@ -180,15 +179,10 @@ class MaskKVPass(AdaptivePass):
         n, (q, k, v) = computed.num_paged_rows, qkv
         if n == q.shape[0]:
             return super()._attend(run, layer, computed, rows, qkv)
-        own = (q[n:], k[n:], v[n:])
-        lse = None
-        if SCORERS[self.options.scorer].needs_lse:
-            out, lse = attention_with_lse(*own, computed.alone.bounds)
-        else:
-            out = attend_alone(*own, computed.alone)
+        out, lse = attention_with_lse(q[n:], k[n:], v[n:], computed.alone.bounds)
         for index in self.voting:
             first, stop = computed.bounds[index : index + 2]
-            own_lse = None if lse is None else lse[first - n : stop - n]
+            own_lse = lse[first - n : stop - n]
             self._vote(layer, index, q[first:stop], k[first:stop], own_lse)
         self.pages.write(k, v, run.row_slots[layer], rows)
         if not n:
@@ -202,7 +196,7 @@ class MaskKVPass(AdaptivePass):
         index: int,
         q: Tensor,
         k: Tensor,
-        lse: Tensor | None,
+        lse: Tensor,
     ) -> None:
         canvas = self.batch.canvases[index]
         heads = k.shape[1]

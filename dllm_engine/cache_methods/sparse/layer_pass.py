@@ -247,15 +247,15 @@ class SparsePass(AddingPass):
                 # count for more.
                 scores.append(mean_query_scores(q[window], k[candidates]))
                 continue
-            rows, plan, scorer = batch.rows(i), batch.plans[i], SCORERS[options.scorer]
-            own = (q[rows], k[rows], v[rows])
-            lse = None
-            if scorer.needs_lse:
-                _, lse = attention_with_lse(*own, [0, plan.span.size])
+            rows = batch.rows(i)
+            plan = batch.plans[i]
+            own = q[rows], k[rows], v[rows]
+            _, lse = attention_with_lse(*own, [0, plan.span.size])
             numbers = layer, self.pages.first_kv_head, options.observation_window
             scored = ScoredLayer(
                 *own[:2], lse, batch.canvases[i], plan.window, *numbers
             )
+            scorer = SCORERS[options.scorer]
             scores.append(scorer.score(scored, candidates - rows.start).sum(dim=0))
         return torch.cat(scores)
 
