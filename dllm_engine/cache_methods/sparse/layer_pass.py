@@ -14,7 +14,7 @@ from vllm.distributed import tensor_model_parallel_all_reduce
 from dllm_engine.cache_methods.scorers import SCORERS, ScoredLayer
 from dllm_engine.cache_methods.sparse.method import RETAINED_PAGES, SparseOptions
 from dllm_engine.decoding.page_layout import PageKind
-from dllm_engine.decoding.step_plan import RefreshState, Retention
+from dllm_engine.decoding.step_plan import RefreshState
 from dllm_engine.kernels.attention_scores import mean_query_scores, select_retained
 from dllm_engine.kernels.paged_attention import attention_with_lse
 from dllm_engine.kernels.pages import page_places
@@ -51,17 +51,8 @@ class SparsePass(AddingPass):
 
     @classmethod
     def of(cls, batch: StepBatch, pages: PageMemory) -> LayerPass:
-        """A pass that chooses, unless every position is retained."""
-        chooses = any(
-            plan.state is RefreshState.UPDATE
-            and (
-                canvas.own is not None
-                or plan.own is not None
-                or any(map(_is_chosen_from, plan.adds))
-            )
-            for plan, canvas in zip(batch.plans, batch.canvases, strict=True)
-        )
-        if chooses:
+        """A pass that chooses, if any request is to."""
+        if any(plan.state is RefreshState.UPDATE for plan in batch.plans):
             return cls(batch, pages)
         return RetentionPass(batch, pages, _reading(batch))
 
@@ -224,7 +215,7 @@ class SparsePass(AddingPass):
             scores.split(sizes),
             strict=True,
         ):
-            if _is_chosen_from(part):
+            if part.count < part.num_positions:
                 width = self.options.pool_kernel_size
                 rows = rows[select_retained(scored, part.count, width)]
             retained.append(rows)
@@ -263,7 +254,3 @@ class SparsePass(AddingPass):
 def _reading(batch: StepBatch) -> list[str]:
     """The tables that each request reads."""
     return [PageKind.KV if plan.own is None else plan.own.reads for plan in batch.plans]
-
-
-def _is_chosen_from(retention: Retention) -> bool:
-    return retention.count < retention.num_positions
