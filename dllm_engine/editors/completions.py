@@ -81,11 +81,8 @@ async def settle_completion(
         return {**kept, "prompt": texts.prefixes, "max_tokens": budget}
     template = Template((None, texts.suffix))
     num_choices = fields.get("n") or 1
-    options = {"return_given": False}
     stops = stops_of({**fields, "stop": asked.stops or fields.get("stop")}.get)
-    asked.filling = Filling(
-        template, budget, num_choices, options, stops, in_chat=False
-    )
+    asked.filling = Filling(template, budget, num_choices, False, stops, in_chat=False)
     prompts = [each for each in texts.prefixes for _ in range(num_choices)]
     return {**kept, "n": 1, "prompt": prompts, "max_tokens": 1}
 

@@ -52,8 +52,8 @@ class Filling:
     template: Template
     budget: int
     num_choices: int
-    options: dict[str, Any]
-    """Request options of the template."""
+    return_given: Any
+    """The request option, as it came."""
     stops: list[str] | None
     """As ``stops_of``."""
     in_chat: bool
@@ -103,8 +103,11 @@ class HoleLengths(NamedTuple):
         )
 
     def _fill(self, params: SamplingParams, template: list[int | None]) -> None:
-        own = {**self.filling.options, "response_template": template}
-        params.extra_args = {**(params.extra_args or {}), **own}
+        params.extra_args = {
+            **(params.extra_args or {}),
+            "response_template": template,
+            "return_given": self.filling.return_given,
+        }
         params.max_tokens = len(template)
 
     async def _ranked(self, engine: Any, prompt: Sequence[int]) -> Ranked:
@@ -160,10 +163,7 @@ async def settle_template(request: Any, serving: Any, asked: Any) -> None:
         )
         request.vllm_xargs = xargs
         if template.open_holes:
-            options = {
-                name: xargs.pop(name) for name in ("return_given",) if name in xargs
-            }
-            _settle_filling(request, template, options, asked)
+            _settle_filling(request, template, xargs.pop("return_given", None), asked)
             return
         # vLLM reads a batch of chats anew, and takes no null.
         xargs["response_template"] = json.dumps(template.filled([]))
@@ -175,7 +175,7 @@ async def settle_template(request: Any, serving: Any, asked: Any) -> None:
 
 
 def _settle_filling(
-    request: Any, template: Template, options: dict[str, Any], asked: Any
+    request: Any, template: Template, return_given: Any, asked: Any
 ) -> None:
     budget = length_of(request) or DEFAULT_BUDGET
     num_choices = getattr(request, "n", None) or 1
@@ -194,7 +194,9 @@ def _settle_filling(
     budget = min(budget, LARGEST_BUDGET)
     stops = stops_of(lambda name: getattr(request, name, None))
     # What a template gives comes back, and the prompt does not.
-    asked.filling = Filling(template, budget, num_choices, options, stops, in_chat=True)
+    asked.filling = Filling(
+        template, budget, num_choices, return_given, stops, in_chat=True
+    )
     set_length(request, 1)  # of which vLLM takes the prompt to leave room for
 
 
