@@ -152,44 +152,39 @@ class DiffusionParams(_Fields):
         options = parse_request_options(chosen)
         check_exclusions(options)
         policy_and_rule(options, _ANY_FAMILY)
-        others = {
+        super().__setattr__("extra_args", self._others() | chosen or None)
+
+    def _others(self) -> dict[str, Any]:
+        """What the caller has put into ``extra_args`` himself."""
+        return {
             name: value
             for name, value in (self.extra_args or {}).items()
             if name not in _OWN_OPTIONS
         }
-        super().__setattr__("extra_args", others | chosen or None)
 
     def __repr__(self) -> str:
         """Expression that makes the same parameters, with the fields that differ from
         their defaults.
         """
         blank = DiffusionParams()
-        lengths = ("gen_length", "max_tokens")
-        names = dict.fromkeys(
-            (*lengths, *_OWN_OPTIONS, *SamplingParams.__struct_fields__)
-        )
-        given = {
-            name: value
-            for name in names
-            if (value := getattr(self, name)) != getattr(blank, name)
-        }
+        left_out = {"extra_args", "output_text_buffer_length"}
         if self.gen_length is not None:
-            del given["auto_length"]
+            left_out.add("auto_length")
         if isinstance(self.gen_length, int):
-            del given["max_tokens"]
-        for name in (
-            "extra_args",
-            "output_text_buffer_length",
-            *(n for n in given if n[0] == "_"),
-        ):
-            given.pop(name, None)
-        if others := {
-            name: value
-            for name, value in (self.extra_args or {}).items()
-            if name not in _OWN_OPTIONS
-        }:
-            given["extra_args"] = others
-        return f"DiffusionParams({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+            left_out.add("max_tokens")
+        lengths = ("gen_length", "max_tokens")
+        given = [
+            f"{name}={value!r}"
+            for name in dict.fromkeys(
+                (*lengths, *_OWN_OPTIONS, *SamplingParams.__struct_fields__)
+            )
+            if name not in left_out
+            and not name.startswith("_")
+            and (value := getattr(self, name)) != getattr(blank, name)
+        ]
+        if others := self._others():
+            given.append(f"extra_args={others!r}")
+        return f"DiffusionParams({', '.join(given)})"
 
     def to_sampling_params(self) -> SamplingParams:
         """The parameters as vLLM's own class. Its wire format omits fields that hold
