@@ -21,6 +21,8 @@ class RetainedPrompt:
 
     kept: Tensor
     """Tokens per KV head, int64 ``[num_layers, num_kv_heads]``."""
+    starts: Tensor
+    """First slot of each head's range, int32 ``[num_layers, num_kv_heads]``."""
     numbers: list[Tensor] = field(default_factory=list)
     """Per layer, the number of each token among those that a head retained, −1 where it
     did not; int32 ``[prompt_length, num_kv_heads]``."""
@@ -36,33 +38,32 @@ class HeadTables(BatchTables):
         self.batch = batch
         self.pages = pages
         device = batch.device
-        num_layers = pages.geometry.num_layers
-        heads = pages.num_kv_heads
+        shape = pages.geometry.num_layers, pages.num_kv_heads
         for canvas in batch.canvases:
             if canvas.own is None:
                 canvas.own = RetainedPrompt(
-                    torch.zeros(num_layers, heads, dtype=torch.int64, device=device)
+                    torch.zeros(shape, dtype=torch.int64, device=device),
+                    torch.zeros(shape, dtype=torch.int32, device=device),
                 )
         self.kept = torch.stack([canvas.own.kept for canvas in batch.canvases], dim=1)
-        """``[num_layers, num_requests, num_kv_heads]``"""
-        layouts = [canvas.layout for canvas in batch.canvases]
-        gen_lengths = on_device([layout.gen_length for layout in layouts], device)
-        lengths = (self.kept + gen_lengths[:, None]).int()
-        in_order = lengths.transpose(0, 1)
-        ends = in_order.flatten(1).cumsum(dim=1, dtype=torch.int32).view_as(in_order)
-        self.starts = (ends - in_order).transpose(0, 1).contiguous()
-        """First slot of each head's range. In a first pass, of the layers that have
-        voted.
+        self.starts = torch.stack(
+            [canvas.own.starts for canvas in batch.canvases], dim=1
+        )
+        """``[num_layers, num_requests, num_kv_heads]`` each; in a first pass, of the
+        layers that have voted.
         """
         self.requests = batch.requests
+        layouts = [canvas.layout for canvas in batch.canvases]
         starts = np.repeat([layout.prompt_length for layout in layouts], batch.sizes)
         self.response_index = on_device(batch.host_positions - starts, device)
         """Position of each row in its response; negative in the prompt."""
-        unread = [
-            layout.canvas_length - plan.read
+        read_of_response = [
+            plan.read - layout.prompt_length
             for layout, plan in zip(layouts, batch.plans, strict=True)
         ]
-        self.head_len = lengths - on_device(unread, device, torch.int32)[:, None]
+        self.head_len = self.kept.int() + on_device(
+            read_of_response, device, torch.int32
+        ).unsqueeze(1)
         """Tokens of each head that rows attend to, like ``kept``: none at the end of a
         response that no row reads.
         """
@@ -82,15 +83,14 @@ class HeadTables(BatchTables):
         prompt_length]`` bool, ``kept`` its row sums."""
         numbers = (chosen.cumsum(dim=1) - 1).masked_fill(~chosen, -1)
         canvas = self.batch.canvases[index]
-        canvas.own.kept[layer] = kept
-        canvas.own.numbers.append(numbers.T.int())
-        layout = canvas.layout
-        read_of_response = self.batch.plans[index].read - layout.prompt_length
-        self.kept[layer, index] = kept
-        self.head_len[layer, index] = kept + read_of_response
-        lengths = self.kept[: layer + 1, index] + layout.gen_length
+        own: RetainedPrompt = canvas.own
+        own.numbers.append(numbers.T.int())
+        own.kept[layer] = self.kept[layer, index] = kept
+        lengths = own.kept[: layer + 1] + canvas.layout.gen_length
         ends = lengths.flatten().cumsum(dim=0)[-len(kept) :]
-        self.starts[layer, index] = ends - lengths[-1]
+        own.starts[layer] = self.starts[layer, index] = ends - lengths[-1]
+        read_of_response = self.batch.plans[index].read - canvas.layout.prompt_length
+        self.head_len[layer, index] = kept + read_of_response
 
     def graph_inputs(self) -> list[Tensor]:
         return [
