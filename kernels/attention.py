@@ -31,7 +31,8 @@ def attend_with_sdpa(
     q: Tensor, k: Tensor, v: Tensor, bounds: list[int], cu_seqlens: Tensor
 ) -> Tensor:
     """One call per run of neighbouring sequences of equal length."""
-    out, start = torch.empty_like(q), 0
+    out = torch.empty_like(q)
+    start = 0
     for length, run in itertools.groupby(
         last - first for first, last in itertools.pairwise(bounds)
     ):

@@ -243,7 +243,8 @@ def _retained_by_token(
     request: int, tokens: PagedTokens
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``_retained`` of the token-major layout, page by page."""
-    num_heads, slots_per_page = tokens.head_len.shape[1], tokens.k_pages.shape[1]
+    num_heads = tokens.head_len.shape[1]
+    slots_per_page = tokens.k_pages.shape[1]
     start, num_tokens = (
         int(of_heads[request, 0]) for of_heads in (tokens.head_start, tokens.head_len)
     )

@@ -43,7 +43,8 @@ def page_places(slots: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
     """Page of each slot, of keys and values or of rows, and place in it; the first of
     all for one below 0.
     """
-    slots, slots_per_page = slots.clamp(min=0), pages.shape[1]
+    slots = slots.clamp(min=0)
+    slots_per_page = pages.shape[1]
     return slots // slots_per_page, slots % slots_per_page
 
 
@@ -88,7 +89,8 @@ def add_or_renew_features(
             computed.
     """
     attended, before_mlp, mlp_output = computed
-    is_computed, has_slot = places >= 0, slots >= 0
+    is_computed = places >= 0
+    has_slot = slots >= 0
     added = (has_slot & ~is_computed).nonzero().flatten()
     hidden.index_add_(0, added, rows[page_places(slots[added], rows)])
     hidden[is_computed] = (before_mlp + mlp_output)[places[is_computed]]

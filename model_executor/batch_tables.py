@@ -125,7 +125,8 @@ class KVTables:
         token_stride = torch.full(
             (num_requests,), heads, dtype=torch.int32, device=device
         )
-        self.pages, self.tables = pages, tables
+        self.pages = pages
+        self.tables = tables
         self.token_lens = head_len
         self.head_len = head_len[:, None].expand(-1, heads).contiguous()
         """``[num_requests, num_kv_heads]``"""
@@ -166,7 +167,8 @@ class TokenTables(BatchTables, KVTables):
         its plan reads, without those that it computes itself.
         """
         BatchTables.__init__(self, batch, kind)
-        device, first_read = batch.device, None
+        device = batch.device
+        first_read = None
         if head_len is None:
             firsts = [plan.num_anchored for plan in batch.plans]
             head_len = [plan.read - plan.num_anchored for plan in batch.plans]

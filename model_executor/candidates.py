@@ -60,7 +60,8 @@ class BatchCandidates:
         """Candidates of the plans whose rows are in the batch. ``observed``: of the
         layer pass.
         """
-        canvases, plans = batch.canvases, batch.plans
+        canvases = batch.canvases
+        plans = batch.plans
         for_pass = [observed(plan) for plan in plans]
         spans = [
             plan.quota.candidates if span is None else span

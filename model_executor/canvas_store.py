@@ -170,7 +170,8 @@ class Canvas:
             )
         else:
             stop = decided
-        start, self.sent = self.sent, max(stop, self.sent)
+        start = self.sent
+        self.sent = max(stop, self.sent)
         positions = np.arange(start, self.sent)
         if self.layout.return_given:
             return positions

@@ -146,7 +146,8 @@ def _observe(
     """Show predictions to the layer pass, and keep what requests ask to know of them.
     Returns the drafts of requests that have a guide.
     """
-    batch, drafts = group.batch, []
+    batch = group.batch
+    drafts = []
     asks = any(batch.canvases[i].spec.needs_per_step_output for i in group.members)
     if observe is None and not asks:
         return []
@@ -217,7 +218,8 @@ def _constrained_rows(group: BatchCandidates) -> list[ConstrainedRows]:
     positions = group.positions.masked_fill(unfinished, nowhere).cpu().numpy()
     constrained = []
     for index in group.members:
-        canvas, rows = canvases[index], group.rows_of(index)
+        canvas = canvases[index]
+        rows = group.rows_of(index)
         assert canvas.constrained is not None
         stop = min(
             group.batch.plans[index].window.stop, canvas.layout.response_span.stop
@@ -245,7 +247,8 @@ def _record(canvas: Canvas, positions: Tensor, statistics: TokenStatistics) -> N
 
     if canvas.confidences is not None:
         keep(canvas.confidences, statistics.probability)
-    kept, made = canvas.logprobs, statistics.logprobs
+    kept = canvas.logprobs
+    made = statistics.logprobs
     if kept is None or made is None:
         return
     wanted = kept.top.shape[1]

@@ -91,7 +91,8 @@ class PageMemory(PageView):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.geometry, heads = geometry, geometry.num_kv_heads
+        self.geometry = geometry
+        heads = geometry.num_kv_heads
         # Not zeroed: on a CPU, memory that no page uses is then never touched.
         shape = num_pages, 2, geometry.page_size * heads, geometry.head_dim
         self.memory = torch.empty(shape, dtype=dtype, device=device)

@@ -71,7 +71,8 @@ def masked_logprobs(
 
     A position may be there for several tokens.
     """
-    device, family = rank.device, rank.model.config.family
+    device = rank.device
+    family = rank.model.config.family
     positions = torch.cat(
         [torch.arange(len(sequence), device=device) for sequence in sequences]
     )

@@ -177,7 +177,8 @@ class StepBatch(RowBounds):
             [request_positions.size for request_positions in positions],
             canvases[0].tokens.device,
         )
-        self.canvases, self.request_ids = canvases, request_ids
+        self.canvases = canvases
+        self.request_ids = request_ids
         self.plans = plans
         """Plans that the rows were laid out for. Steps that do the same work on other
         tokens run with these rows too; their plans differ in how much they fill and in
@@ -238,7 +239,8 @@ class StepBatch(RowBounds):
         blocks = []
         for spec, plan in zip(specs, self.plans, strict=True):
             layout = spec.layout
-            causal_stop, stop = 0, 0
+            causal_stop = 0
+            stop = 0
             if layout.attention == "causal":
                 block = layout.from_block_start(plan.window)
                 causal_stop = block.stop if plan.quota.verifies else block.start

@@ -87,8 +87,10 @@ class Reporter:
         """Take what a step filled into a canvas. ``rows``: the canvas positions that it
         computed.
         """
-        outcome, results = self.run.outcomes[step], self.run.results[step]
-        canvas, layer_pass = self.batch.canvases[index], self.layer_pass
+        outcome = self.run.outcomes[step]
+        results = self.run.results[step]
+        canvas = self.batch.canvases[index]
+        layer_pass = self.layer_pass
         spec, changed, number = canvas.spec, outcome.positions[index], plan.forward + 1
         edited = canvas.write(changed, outcome.tokens[index])
         taken_back = canvas.take_back(outcome.taken_back.get(index, []))
@@ -190,11 +192,10 @@ def _commits(canvas: Canvas, sent: np.ndarray) -> Commits:
 
 
 def _shown(canvas: Canvas, window: Span, mask_token_id: int) -> ShownWindow:
-    start, here = (
-        canvas.layout.prompt_length,
-        slice(window.start, min(window.stop, canvas.layout.response_span.stop)),
-    )
-    known, confidences = canvas.known[here], required(canvas.confidences)[here].tolist()
+    start = canvas.layout.prompt_length
+    here = slice(window.start, min(window.stop, canvas.layout.response_span.stop))
+    known = canvas.known[here]
+    confidences = required(canvas.confidences)[here].tolist()
     return ShownWindow(
         start=window.start - start,
         sent=canvas.sent - start,

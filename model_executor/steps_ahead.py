@@ -36,7 +36,8 @@ def steps_known_ahead(
     yield plans
     most = float(num_steps)
     for request_id, first in plans.items():
-        own, spec = progress[request_id], specs[request_id]
+        own = progress[request_id]
+        spec = specs[request_id]
         if not _is_known_ahead(first, spec):
             return
         if not fills_fixed_count(first, spec):

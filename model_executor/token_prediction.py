@@ -170,7 +170,8 @@ class TokenPredictor:
         computed: Callable[[int], _Chunk] = (
             lru_cache(maxsize=1)(compute) if constrained else compute
         )
-        numbers, classes = range(len(chunks)), None
+        numbers = range(len(chunks))
+        classes = None
         if constrained:
             by_request = zip(
                 *(computed(number).class_maxima() for number in numbers), strict=True

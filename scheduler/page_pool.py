@@ -29,9 +29,11 @@ def prefix_keys(
     and on where blocks begin. With full attention it depends on all that follows, too,
     which requests that share prompts do not ask."""
     keys = []
-    length, lead = layout.attended_length, layout.lead
+    length = layout.attended_length
+    lead = layout.lead
     if layout.attention != "block_causal":
-        length, lead = 1, 0
+        length = 1
+        lead = 0
     for page in pages:
         block_end = layout.final_stop((page + 1) * page_size - 1)
         last = -(-block_end // page_size) - 1

@@ -84,10 +84,12 @@ class PageTables:
         num_found = len(found[0]) if found else 0
         if self._being_filled.intersection(keys[num_found : num_found + 1]):
             return None
-        first, stop = self.num_anchors, num_found - self.num_anchors
+        first = self.num_anchors
+        stop = num_found - self.num_anchors
         if stop <= first:
             found, first, stop = [], 0, 0
-        progress, size = state.progress, self.geometry.page_size
+        progress = state.progress
+        size = self.geometry.page_size
         progress.num_anchored = first * size
         progress.retained = progress.num_shared = stop * size
         tables = [table[first:stop] for table in found]
@@ -165,7 +167,8 @@ class PageTables:
 
     def share(self, state: ScheduledRequest) -> None:
         """Let others find the pages that a step has filled for good."""
-        progress, num_keyed = state.progress, self.pages.num_keyed[state.request_id]
+        progress = state.progress
+        num_keyed = self.pages.num_keyed[state.request_id]
         for_good = self.demand.method.keeps_for_good
         num_final = progress.retained if for_good else progress.num_shared
         self._add_keys(state, num_final)
@@ -192,7 +195,8 @@ class PageTables:
         them.
         """
         prompt = state.request.prompt_token_ids or []
-        size, num_tables = self.geometry.page_size, self.geometry.num_layers
+        size = self.geometry.page_size
+        num_tables = self.geometry.num_layers
         for number in range(first, self.pages.num_keyed[state.request_id] + 1):
             start = number * size
             if tokens := prompt[start : min(start + size, retained)]:
@@ -245,7 +249,8 @@ class PageTables:
     def take_away(self, state: ScheduledRequest) -> None:
         """Take all pages of a request that is preempted."""
         self.pages.free(state.request_id)
-        state.page_counts, state.progress.retained = {}, 0
+        state.page_counts = {}
+        state.progress.retained = 0
         state.num_in_order = 0
 
     def forget_prefixes(self) -> bool:

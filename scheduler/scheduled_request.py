@@ -59,7 +59,8 @@ class ScheduledRequest:
 
     def advance(self, report: StepReport) -> EngineCoreOutput | None:
         """Take in what a step did; returns what the client gets to see, if anything."""
-        progress, spec = self.progress, self.spec
+        progress = self.progress
+        spec = self.spec
         shown = (
             provisional_message(spec, progress, report.shown)
             if report.shown is not None

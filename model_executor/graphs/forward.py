@@ -115,7 +115,8 @@ class ForwardGraph:
         rows.paged.max_seqlen = rows.alone.max_seqlen = size.longest
         rows.alone.is_padded = True
         self.cu_seqlens = (rows.paged if size.reads else rows.alone).cu_seqlens
-        self.size, self.max_head_len = size, 0
+        self.size = size
+        self.max_head_len = 0
         self.tokens: KVTables | None = None
         self.row_slots: Tensor | None = None
         own_pass: LayerPass = DensePass(rows.alone)
@@ -132,7 +133,8 @@ class ForwardGraph:
                 self.tokens, rows, self.row_slots, attend_fresh=not size.overwrites
             )
         self.holds: LayerPass | None = None
-        places, positions = self.places, self.positions
+        places = self.places
+        positions = self.positions
         self.launch = lambda: model(store.tokens[places], positions, own_pass)[0]
         self.replay = record(self.launch)
 
@@ -188,7 +190,8 @@ class ForwardGraph:
             self.limits[:num_rows] = NO_LIMIT if batch.limits is None else batch.limits
         if self.tokens is None or not isinstance(layer_pass, PagedPass):
             return
-        tokens, slots = layer_pass.tokens, layer_pass.row_slots
+        tokens = layer_pass.tokens
+        slots = layer_pass.row_slots
         self.tokens.tables[:, :num_requests, : tokens.tables.shape[2]] = tokens.tables
         self.tokens.set_lengths(tokens.token_lens)
         if self.row_slots is not None and slots is not None:
@@ -204,7 +207,8 @@ class LayoutGraph:
     def __init__(
         self, rank: Rank, record: Record, batch: StepBatch, layer_pass: LayerPass
     ) -> None:
-        model, store = rank.model, rank.store
+        model = rank.model
+        store = rank.store
         self.inputs = self._inputs(batch, layer_pass)
         places, positions = self.inputs[:2]
         self.holds = self.recorded_pass = layer_pass

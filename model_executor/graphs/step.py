@@ -57,7 +57,8 @@ class FillingGraph:
     graph up, are no request's."""
 
     def __init__(self, rank: Rank, record: Record, size: FillingSize) -> None:
-        store, device = rank.store, rank.device
+        store = rank.store
+        device = rank.device
         shape = size.num_candidates, rank.model.config.hidden_size
         self.hidden = torch.zeros(shape, dtype=rank.dtype, device=device)
         # What fills the graph up belongs to one more request.
@@ -172,7 +173,8 @@ class StepGraphs:
         if self.store.tokens is self.tokens:
             return
         self.tokens = self.store.tokens
-        rank, record = self.rank, self.record
+        rank = self.rank
+        record = self.record
         self.forwards: GraphCache[ForwardSize, ForwardGraph] = GraphCache(
             partial(ForwardGraph, rank, record)
         )

@@ -188,7 +188,8 @@ class Guide:
                 ),
                 len(known),
             )
-            first, last = draft.judged[0], draft.judged[-1]
+            first = draft.judged[0]
+            last = draft.judged[-1]
             spans.append(Span(min(kept, first - 1), last))
             draft.canvas.guide_text = text[: draft.judged[-1]]
         fed = [

@@ -91,7 +91,8 @@ def guide_shape(
     as they are if they mean the same to the guide, which knows most of them, or if
     nothing is known of them (None); else the guide takes ``tokens_per_token`` of its
     own for each."""
-    config, same_tokens = guide_config(guide), True
+    config = guide_config(guide)
+    same_tokens = True
     if vocabulary is not None:
         with tokenizer_files_named(guide):
             theirs = AutoTokenizer.from_pretrained(guide).get_vocab()

@@ -135,7 +135,8 @@ class ShownText:
             rest = data[len(self._places) :]
             try:
                 rest.decode()
-                valid, invalid = len(rest), 0
+                valid = len(rest)
+                invalid = 0
             except UnicodeDecodeError as error:
                 valid = error.start
                 invalid = error.end - error.start
@@ -178,10 +179,8 @@ class Retokenizer:
         nothing, and all others are shown as the text they are written with, apart from
         what is beside them.
         """
-        self.own, self.theirs = (
-            ByteVocabulary(own, own_name),
-            ByteVocabulary(theirs, their_name),
-        )
+        self.own = ByteVocabulary(own, own_name)
+        self.theirs = ByteVocabulary(theirs, their_name)
         self.encoder = Tokenizer.from_str(theirs.backend_tokenizer.to_str())
         # What it would change is no longer the text of the canvas.
         self.encoder.normalizer = None

@@ -8,7 +8,8 @@ from tokenizers import Tokenizer
 
 from dllm_engine.text import cut, one_line
 
-_WHOLE, _CONFIG = "tokenizer.json", "tokenizer_config.json"
+_WHOLE = "tokenizer.json"
+_CONFIG = "tokenizer_config.json"
 
 
 @contextmanager

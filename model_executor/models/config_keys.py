@@ -125,7 +125,8 @@ class CheckpointKeys(BaseModel):
 
     @model_validator(mode="after")
     def _of_the_family(self) -> Self:
-        stated, model_type = self.architectures, self.family.model_type
+        stated = self.architectures
+        model_type = self.family.model_type
         if stated is not None and not {*stated} & self.family.architectures:
             families = {**FAMILIES, self.family.architecture: self.family}.values()
             known = [
@@ -375,7 +376,8 @@ class Qwen3ExpertKeys(DenseKeys):
 
     @staticmethod
     def experts_of(config: Any) -> ExpertShape:
-        dense, step = config.mlp_only_layers or [], config.decoder_sparse_step
+        dense = config.mlp_only_layers or []
+        step = config.decoder_sparse_step
         return ExpertShape(
             num_experts=config.num_experts,
             top_k=config.num_experts_per_tok,

@@ -184,8 +184,10 @@ class DecoderLayer(nn.Module):
         """``count`` heads of the fused projection from the head ``first`` on,
         ``[num_rows, count, head_dim]``; all of it is computed where the weight is
         quantized or prepacked, and cannot be sliced by rows."""
-        start, stop = first * self.head_dim, (first + count) * self.head_dim
-        weight, bias = getattr(self.qkv_proj, "weight", None), self.qkv_proj.bias
+        start = first * self.head_dim
+        stop = (first + count) * self.head_dim
+        weight = getattr(self.qkv_proj, "weight", None)
+        bias = self.qkv_proj.bias
         shape = (
             (self.num_heads + 2 * self.num_kv_heads) * self.head_dim,
             normed.shape[-1],
@@ -250,7 +252,8 @@ class DiffusionDecoder(nn.Module):
         lora_path = draft_lora = None
         if hf_config is None:
             options = EngineOptions.from_vllm_config(vllm_config)
-            lora_path, draft_lora = options.lora_path, options.draft_lora
+            lora_path = options.lora_path
+            draft_lora = options.draft_lora
         self.adapter = LoraAdapter(lora_path) if lora_path is not None else None
         self.draft_adapter = None
         if draft_lora is not None:

@@ -242,7 +242,8 @@ def attend_split(
     """Attention of all rows: ``attend_paged``, and ``attend_alone`` for the requests
     that need no pages.
     """
-    n, num_rows = rows.num_paged_rows, len(qkv[0])
+    n = rows.num_paged_rows
+    num_rows = len(qkv[0])
     if n == num_rows:
         return attend_paged(layer, tables, qkv, rows, attend_fresh=attend_fresh)
     q, k, v = (values[n:] for values in qkv)

@@ -42,8 +42,10 @@ class PagedPass(LayerPass):
         where the rows' keys and values are written before any row attends, int64
         ``[num_layers, num_rows, num_kv_heads]``; None: nowhere. With ``attend_fresh`` a
         row attends to its request's own rows as well."""
-        self.tokens, self.rows = tokens, rows
-        self.row_slots, self.attend_fresh = slots, attend_fresh
+        self.tokens = tokens
+        self.rows = rows
+        self.row_slots = slots
+        self.attend_fresh = attend_fresh
 
     def __call__(
         self, layers: Iterable[DecoderLayer], hidden: Tensor, phases: RotaryPhases
@@ -53,7 +55,8 @@ class PagedPass(LayerPass):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.row_slots is not None:
             self.tokens.pages.write(k, v, self.row_slots[layer])
-        qkv, fresh = (q, k, v), self.attend_fresh
+        qkv = (q, k, v)
+        fresh = self.attend_fresh
         return attend_split(layer, self.tokens, qkv, self.rows, attend_fresh=fresh)
 
 
@@ -63,7 +66,8 @@ class OverwritePass(PagedPass):
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         reads = [plan.read for plan in batch.plans]
-        self.batch, tokens = batch, TokenTables(batch, pages, head_len=reads)
+        self.batch = batch
+        tokens = TokenTables(batch, pages, head_len=reads)
         tokens.check_room(batch.plans)
         rows = batch.split_rows(batch.computes_all(reads))
         super().__init__(tokens, rows, tokens.row_slots(), attend_fresh=False)
@@ -89,7 +93,8 @@ class AddingPass(PagedPass):
         """``reading``, ``adding``: tables that each request reads from, and adds to:
         behind what it reads if they are the same. None: keys and values."""
         kinds = [PageKind.KV] * len(batch.plans)
-        reading, adding = reading or kinds, adding or kinds
+        reading = reading or kinds
+        adding = adding or kinds
         self.batch = batch
         self.reading = tokens = TokenTables(batch, pages, reading)
         tokens.check_room(batch.plans)
