@@ -15,7 +15,6 @@ from vllm.sampling_params import StructuredOutputsParams
 from dllm_engine import DiffusionParams
 from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.structured_output import automata
-from dllm_engine.structured_output.build import build
 from tests.structured_output.test_json import schemas
 from tests.structured_output.test_regexes import patterns
 from tests.support.engines import assert_nothing_left, generate
@@ -63,7 +62,7 @@ def admitted(monkeypatch):
 
     def build_here(cache, asked):
         try:
-            return build(asked.wanted)
+            return asked.wanted.run()
         except ValueError as error:
             raise InvalidRequestError(str(error)) from None
 
