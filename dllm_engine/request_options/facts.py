@@ -1,5 +1,6 @@
 """Facts of a request option beside its type and its meaning, kept by its field."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, NamedTuple
@@ -84,6 +85,14 @@ class OptionGroup(Options):
             name: values[name]
             for name in self.facts()
             if name in named and values[name] is not None
+        }
+
+    def settings(self, names: Collection[str], prefix: str) -> dict[str, Any]:
+        """Those of some options that are set, by their names without a prefix."""
+        return {
+            name.removeprefix(prefix): value
+            for name, value in self.given.items()
+            if name in names
         }
 
     @property

@@ -64,12 +64,7 @@ def resolve_guidance(
                 f"guided=False and {named} contradict each other; leave one unset"
             )
         return None
-    given = {
-        name: options.given[name] for name in GUIDE_SETTINGS if name in options.given
-    }
-    return Guidance(
-        **{name.removeprefix("guide_"): value for name, value in given.items()}
-    )
+    return Guidance(**options.settings(GUIDE_SETTINGS, "guide_"))
 
 
 def check_guided(request: RequestContext, own: OptionGroup, guidance: Guidance) -> None:

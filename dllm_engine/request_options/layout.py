@@ -88,14 +88,7 @@ def length_rule(
         )
     if not options.auto_length or ignore_eos:
         return None
-    given = {name: getattr(options, name) for name in LENGTH_RULE_OPTIONS}
-    return LengthRule(
-        **{
-            name.removeprefix("auto_length_"): value
-            for name, value in given.items()
-            if value is not None
-        }
-    )
+    return LengthRule(**options.settings(LENGTH_RULE_OPTIONS, "auto_length_"))
 
 
 def refuse_length_options(own: AutoLengthOptions) -> None:
