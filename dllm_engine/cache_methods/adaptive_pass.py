@@ -76,11 +76,9 @@ class AdaptivePass(LayerPass):
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         self.options = AdaptiveOptions.of(batch.canvases[0].spec)
-        self.batch, self.pages, self.tables = (
-            batch,
-            pages,
-            self._tables(batch, pages),
-        )
+        self.batch = batch
+        self.pages = pages
+        self.tables = self._tables(batch, pages)
         self.first_adaptive_layer = int(self.options.refresh_first_layer)
         """Layers before it recompute every row in every step, and keep no features: as
         in the authors' code, so that changed tokens enter all other layers."""
@@ -95,17 +93,15 @@ class AdaptivePass(LayerPass):
         refreshed = []
         responses = []
         for i, plan in enumerate(batch.plans):
-            first, stop = batch.bounds[i : i + 2]
-            response = Span(
-                stop - (plan.span.stop - batch.canvases[i].layout.prompt_length),
-                stop,
-            )
+            rows = batch.rows(i)
+            in_response = plan.span.stop - batch.canvases[i].layout.prompt_length
+            response = Span(rows.stop - in_response, rows.stop)
             scopes = {
-                Scope.ALL: Span(first, stop),
-                Scope.PROMPT: Span(first, response.start),
+                Scope.ALL: Span(rows.start, rows.stop),
+                Scope.PROMPT: Span(rows.start, response.start),
                 Scope.RESPONSE: response,
             }
-            refreshed.append(scopes.get(plan.scope, Span(first, first)))
+            refreshed.append(scopes.get(plan.scope, Span(rows.start, rows.start)))
             responses.append(response)
         self.num_updated = [
             None if plan.own is None else plan.own.num_updated for plan in batch.plans
