@@ -397,12 +397,10 @@ class LLM(vllm.LLM):
         """Outputs of the rows of questions."""
         if not rows:
             return []
-        messages = [row.messages for row in rows]
-        params = [row.params for row in rows]
-        if self.has_chat_template:
-            return self.chat(messages, params, use_tqdm=False)
-        prompts = [plain_text(each) for each in messages]
-        return self.generate(prompts, params, use_tqdm=False)
+        prompts: list[Any] = [row.messages for row in rows]
+        if not self.has_chat_template:
+            prompts = [plain_text(messages) for messages in prompts]
+        return self._answered(prompts, [row.params for row in rows])
 
     def _answered(self, prompts: list[Any], params: Any) -> list[vllm.RequestOutput]:
         """Responses to prompts, or to messages, by parameters of all or of each."""
