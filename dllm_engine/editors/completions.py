@@ -49,8 +49,9 @@ def is_at_cursor(fields: dict[str, Any]) -> bool:
 async def settle_completion(
     fields: dict[str, Any], serving: Any, asked: Any
 ) -> dict[str, Any]:
-    """The fields of a body as vLLM is to read them. The hole, if it is to be filled in,
-    becomes the ``filling`` of what is ``asked``, an ``OpenRequest``.
+    """The fields, as vLLM is to read them, of a body that ``is_at_cursor``. The hole, if
+    it is to be filled in, becomes the ``filling`` of what is ``asked``, an
+    ``OpenRequest``.
     """
     around = _texts_around(fields, serving)
     if around is None:
@@ -92,11 +93,9 @@ def _texts_around(
 ) -> tuple[list[str | list[int]], str] | None:
     """The prompts, and the text behind the cursor; None where there is none."""
     prompt, suffix = fields.get("prompt"), fields.get("suffix")
-    if suffix is None and isinstance(prompt, str):
+    if suffix is None:
         read = _read_markers(prompt, serving)
         return None if read is None else ([read.prefix], read.suffix)
-    if suffix is None:
-        return None
     prompts: Any = [prompt] if isinstance(prompt, str) or _is_tokens(prompt) else prompt
     if not isinstance(prompts, list) or not prompts:
         return None
@@ -109,7 +108,7 @@ def around_cursor(prompt: str, serving: Any) -> Around:
     return _read_markers(prompt, serving) or Around(prompt, "")
 
 
-def _read_markers(prompt: str, serving: Any) -> Around | None:
+def _read_markers(prompt: Any, serving: Any) -> Around | None:
     read = read_markers(prompt)
     if read is None:
         return None
@@ -178,12 +177,7 @@ def fitted(
     longest = max(map(len, before))
     num_behind = min(len(behind), max(room - longest, room // _LEAST_SHARE))
     num_before = room - num_behind
-    texts = [prefix for prefix in prefixes if isinstance(prefix, str)]
-    is_cut = (
-        len(behind) > num_behind
-        or longest > num_before
-        or any(len(text) > most for text in [suffix, *texts])
-    )
+    is_cut = len(behind) > num_behind or longest > num_before
     line_end = plain_tokens("\n", tokenizer)  # a prompt has at least one token
     cut = [tokens[-num_before:] or line_end for tokens in before]
     return Fitted(cut, behind[:num_behind], is_cut)
