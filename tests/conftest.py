@@ -49,7 +49,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 IN_ONE_PROCESS = {
     "tests/red_team/test_hostile_requests.py": "tests/serving/test_load.py",
-    "tests/red_team/test_random_engines.py": "tests/distributed/test_tensor_parallel.py",
     "tests/serving/test_editors.py": "tests/serving/test_load.py",
     "tests/serving/test_one_against_all.py": "tests/serving/test_load.py",
     "tests/serving/test_model_servers.py": "tests/serving/test_playground.py",
@@ -109,7 +108,6 @@ ALLOWED_SKIPS = {
     "needs a GPU or TRITON_INTERPRET=1": (
         "test_kernels_in_the_interpreter runs them in a process that has the variable"
     ),
-    "needs a GPU": "the same cases run on a CPU; a GPU is not part of CI",
     "vLLM's kernels for 4 bits need AVX-512": (
         "this processor has none; that the engine refuses is tested"
     ),

@@ -6,6 +6,8 @@ tests.cli.test_check``
 
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -132,6 +134,27 @@ def test_an_engine_that_answers_otherwise_fails(shared_engines, tmp_path, monkey
 def test_every_operator_with_a_triton_kernel_is_checked():
     names = ", ".join(cases.BY_HEADS | cases.OTHERS)
     assert all(name in names for name in all_operators())
+
+
+def test_kernels_work_on_a_cpu_without_triton():
+    program = """
+import sys
+sys.modules["triton"] = None
+import torch
+from dllm_engine.check.cases import BY_HEADS, OTHERS, Draw, Sizes
+from dllm_engine.kernels.token_statistics import token_statistics
+for case in (BY_HEADS | OTHERS).values():
+    case(Draw(Sizes(4, 2, 32, 64, 150, 8), torch.float32, torch.float32, "cpu"))
+try:
+    token_statistics.triton
+except ImportError as error:
+    print(error)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "need Triton" in ran.stdout
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,13 @@ import pytest
 
 from dllm_engine import DiffusionParams
 from dllm_engine.evaluation.runner import MIB, Cost, complete_requests
-from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of
+from tests.support.engines import (
+    assert_nothing_left,
+    generate,
+    responses,
+    runner_of,
+    scheduler_of,
+)
 
 PROMPTS = [[5, 6, 7], [8, 9], [5] * 20, [7, 7]]
 
@@ -53,10 +59,10 @@ def test_a_few_at_a_time_cost_what_all_at_once_cost(llm, requests, monkeypatch):
 def test_tokens_behind_the_end_do_not_count_and_nothing_is_left_of_a_failure(
     llm, requests, monkeypatch
 ):
-    tokens = generate(llm, PROMPTS[:1], requests[0][1])[0].outputs[0].token_ids
+    (tokens,) = responses(llm, PROMPTS[:1], requests[0][1])
     params = DiffusionParams(gen_length=8, block_length=4, stop_token_ids=[tokens[2]])
     _, cost = complete_requests(llm, [(PROMPTS[0], params)])
-    assert cost.tokens == list(tokens).index(tokens[2])
+    assert cost.tokens == tokens.index(tokens[2])
     assert cost.tokens_unmasked == 4
     with monkeypatch.context() as patch:
         patch.setattr(llm.llm_engine, "step", lambda: 1 / 0)

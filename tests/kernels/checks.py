@@ -1,10 +1,10 @@
-"""Formulas of attention and of filters in float64, checks of kernels by them, and the
-ways to run a Triton kernel.
+"""Formulas of attention and of filters in float64, and the ways to run a Triton kernel.
 
-Inputs are views of larger tensors, and memory that must not be read holds NaN. Triton
-kernels run on a GPU where there is one, and under ``TRITON_INTERPRET=1``, which Triton
-reads when it is imported, on a CPU. Without either, what a launch would run can still
-be compiled for a GPU.
+Other kernels have no test of their own on a CPU: engines are compared with plain
+versions, and ``dllm check`` compares each type and device. Triton kernels run on a GPU
+where there is one, and under ``TRITON_INTERPRET=1``, which Triton reads when it is
+imported, on a CPU. Without either, what a launch would run can still be compiled for a
+GPU.
 """
 
 import importlib
@@ -12,17 +12,14 @@ import itertools
 import os
 import pkgutil
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import strategies as st
 
 import dllm_engine.kernels
 from dllm_engine.check.cases import Draw, Sizes
-from dllm_engine.check.cases import paged_case as drawn_paged_case
 from dllm_engine.kernels._operator import Operator
-from dllm_engine.kernels.paged_attention import PagedTokens
 
 Kernel = Callable[..., Any]
 FILTERS = [(1.0, 0), (0.9, 0), (0.5, 7), (0.999, 40), (1e-6, 10_000), (1.0, 1)]
@@ -42,10 +39,6 @@ def draw(
     return Draw(Sizes(1, 1, 1, 1, 1), dtype, dtype, device, seed)
 
 
-NUMBERS = st.builds(draw, st.sampled_from(list(TOLERANCE)), st.integers(0, 1000))
-"""Random numbers of each type."""
-
-
 def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Norm of the difference over the norm."""
     assert actual.shape == expected.shape
@@ -55,26 +48,13 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 # Attention
 
 
-def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    limits: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of the rows of one sequence. ``limits``: the number of keys that each
-    row may attend to.
-    """
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The formula in float64, for the rows of one sequence."""
     k, v = (
         x.double().repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v)
     )
     scores = torch.einsum("ihd,jhd->ihj", q.double(), k) * q.shape[-1] ** -0.5
-    if limits is not None:
-        scores = scores.masked_fill(
-            torch.arange(len(k), device=k.device) >= limits[:, None, None], -torch.inf
-        )
-    lse = scores.logsumexp(dim=-1)
-    weights = (scores - lse[..., None]).exp().nan_to_num(0.0)
-    return torch.einsum("ihj,jhd->ihd", weights, v), lse
+    return torch.einsum("ihj,jhd->ihd", scores.softmax(dim=-1), v)
 
 
 def bidirectional_attention(
@@ -82,88 +62,10 @@ def bidirectional_attention(
 ) -> torch.Tensor:
     return torch.cat(
         [
-            attention(q[rows], k[rows], v[rows])[0]
+            attention(q[rows], k[rows], v[rows])
             for rows in itertools.starmap(slice, itertools.pairwise(bounds))
         ]
     )
-
-
-class PagedCase(NamedTuple):
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    cu_seqlens: torch.Tensor
-    tokens: PagedTokens
-
-    def limits(self) -> torch.Tensor:
-        """A limit for each row, from none of its request's keys up to all of them."""
-        sizes = self.cu_seqlens.cpu().diff()
-        generator = torch.Generator().manual_seed(self.q.shape[0])
-        most = (self.tokens.head_len.cpu().amax(1) + sizes).repeat_interleave(sizes)
-        return (
-            (torch.rand(most.shape, generator=generator) * (most + 1))
-            .int()
-            .to(self.q.device)
-        )
-
-
-def paged_case(
-    rows: list[int],
-    retained: list[list[int]],
-    heads: int,
-    dim: int,
-    page_size: int = 4,
-    packed: bool = False,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
-    device: str = "cpu",
-) -> PagedCase:
-    sizes = Sizes(
-        heads, len(retained[0]), dim, hidden_size=0, vocab_size=0, page_size=page_size
-    )
-    return PagedCase(
-        *drawn_paged_case(
-            Draw(sizes, dtype, dtype, device, seed), rows, retained, packed
-        )
-    )
-
-
-def paged_attention(
-    case: PagedCase, attend_fresh: bool, limits: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse), a request and a head at a time."""
-    (
-        q,
-        k,
-        v,
-        cu_seqlens,
-        (k_pages, v_pages, page_tables, head_start, token_stride, head_len, *_),
-    ) = case
-    group = q.shape[1] // k.shape[1]
-    slots_per_page = k_pages.shape[1]
-    out = q.double()
-    lse = q.new_empty(q.shape[:2], dtype=torch.float64)
-    for request, (start, stop) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
-        for head in range(q.shape[1]):
-            kv_head = head // group
-            numbers = torch.arange(int(head_len[request, kv_head]), device=q.device)
-            slots = head_start[request, kv_head] + numbers * token_stride[request]
-            where = (
-                page_tables[request, slots // slots_per_page].long(),
-                slots % slots_per_page,
-            )
-            keys, values = k_pages[where], v_pages[where]
-            if attend_fresh:
-                keys = torch.cat((keys, k[start:stop, kv_head]))
-                values = torch.cat((values, v[start:stop, kv_head]))
-            own_limits = None if limits is None else limits[start:stop]
-            result = attention(
-                q[start:stop, head, None], keys[:, None], values[:, None], own_limits
-            )
-            attended, log_sum = result
-            out[start:stop, head] = attended[:, 0]
-            lse[start:stop, head] = log_sum[:, 0]
-    return out, lse
 
 
 class FlashStandIn:
@@ -218,7 +120,7 @@ class FlashStandIn:
             if length:
                 pages = block_table[i, : -(-length // page_size)].long()
                 keys, values = (x[pages].flatten(0, 1)[:length] for x in (k, v))
-                out[rows] = attention(q[rows], keys, values)[0].to(q.dtype)
+                out[rows] = attention(q[rows], keys, values).to(q.dtype)
         return out
 
 

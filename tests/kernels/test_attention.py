@@ -21,8 +21,8 @@ from dllm_engine.kernels.attention import (
     choose_paged_flash,
 )
 from tests.kernels import checks
-from tests.kernels.checks import TOLERANCE, error, flash_stand_in, paged_case
-from tests.support.engines import generate, runner_of, start_engine
+from tests.kernels.checks import TOLERANCE, error, flash_stand_in
+from tests.support.engines import responses, runner_of, start_engine
 from tests.support.fake_cuda_graphs import record_steps
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -41,10 +41,6 @@ def inputs(lengths, heads, kv_heads, device="cpu", dtype=torch.float32, dim=16, 
     parts = rows.to(device, dtype).split((heads, kv_heads, kv_heads), dim=1)
     bounds = [0, *itertools.accumulate(lengths)]
     return *parts, bounds, torch.tensor(bounds, dtype=torch.int32, device=device)
-
-
-def answers(llm, prompts, params):
-    return [output.outputs[0].token_ids for output in generate(llm, prompts, params)]
 
 
 @pytest.fixture
@@ -88,12 +84,12 @@ def test_requests_that_need_no_pages_take_one_call_beside_others(
         [list(range(1, 1 + length)) for length in (13, 4, 9)],
         [DiffusionParams(gen_length=length, ignore_eos=True) for length in (3, 8, 8)],
     )
-    expected = answers(llm, *asked)
+    expected = responses(llm, *asked)
     flash = flash_stand_in(monkeypatch)
     monkeypatch.setattr(
         attention, "_attend", choose_backend("flash", CUDA, torch.bfloat16, 16)
     )
-    assert answers(llm, *asked) == expected
+    assert responses(llm, *asked) == expected
     assert {2, 1} <= set(flash.calls)
 
 
@@ -165,23 +161,6 @@ def test_which_backend_is_chosen(
             assert reason in line
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize(
-    ("lengths", "heads", "kv_heads"),
-    [([5], 4, 4), ([3, 0, 7, 7], 4, 2), ([1, 9], 6, 1)],
-)
-@pytest.mark.parametrize("name", ["flash", "sdpa"])
-def test_dense_attention_on_a_gpu(name, lengths, heads, kv_heads):
-    q, k, v, *bounds = inputs(lengths, heads, kv_heads, "cuda", torch.float16)
-    attend = choose_backend(name, CUDA, torch.float16, 16)
-    assert (
-        error(
-            attend(q, k, v, *bounds), checks.bidirectional_attention(q, k, v, bounds[0])
-        )
-        < 2e-3
-    )
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_an_engine_that_cannot_have_its_backend_does_not_start(tiny_llada):
     with pytest.raises(Exception, match="dense_attention='flash' needs a CUDA device"):
@@ -213,14 +192,14 @@ def test_engines_answer_the_same_with_flash_over_pages(
     )
     llm = engines(tiny_llada, page_size=16, **settings)
     monkeypatch.setattr(paged_attention, "_flash", None)
-    expected = answers(llm, *asked)
+    expected = responses(llm, *asked)
     flash = flash_stand_in(monkeypatch)
     monkeypatch.setattr(
         paged_attention, "_flash", choose_paged_flash(CUDA, torch.bfloat16, 16, 16)
     )
     if recorded:
         recorder = record_steps(runner_of(llm), monkeypatch)
-    assert answers(llm, *asked) == expected
+    assert responses(llm, *asked) == expected
     assert bool(flash.calls) == (
         settings["cache_method"] != "maskkv"
     )  # whose heads have tokens of their own
@@ -251,24 +230,3 @@ def test_when_flash_over_pages_is_chosen(
     else:
         (line,) = log
         assert (reason or f"flash {version} where it applies") in line
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("heads", [2, 8])
-def test_flash_over_pages_on_a_gpu(monkeypatch, heads):
-    attend = choose_paged_flash(CUDA, torch.bfloat16, 64, 32)
-    assert attend is not None
-    monkeypatch.setattr(paged_attention, "_flash", attend)
-    rows, retained = [32, 5, 1], [[300, 300], [64, 64], [1, 1]]
-    case = paged_case(
-        rows, retained, heads, 64, 32, dtype=torch.bfloat16, device="cuda"
-    )
-    tables = torch.where(case.tokens.page_tables < 2**30, case.tokens.page_tables, 0)
-    tokens = case.tokens._replace(
-        page_tables=tables, token_lens=case.tokens.head_len[:, 0].contiguous()
-    )
-    expected, _ = checks.paged_attention(case, attend_fresh=False)
-    out = paged_attention.paged_attention(
-        *case[:4], tokens, attend_fresh=False, max_seqlen=32
-    )
-    assert (out.double() - expected).norm() < 1e-2 * expected.norm()

@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 from dllm_engine.check import cases
 from dllm_engine.check.cases import Draw, Sizes
 from dllm_engine.check.checks import compare
+from dllm_engine.kernels.paged_attention import _paged_attention
 from dllm_engine.kernels.sampling import Counters
 from dllm_engine.kernels.triton import paged_attention, sampling
 from dllm_engine.kernels.triton import token_statistics as statistics
@@ -41,24 +42,32 @@ what games are played with.
 def test_programs_that_share_keys_leave_their_counters_at_zero(monkeypatch):
     """So that the next launch, or the next replay of a recorded one, counts from zero
     and computes the same bits. The second request retains nothing."""
-    case = checks.paged_case(
-        [20, 3], [[300, 300], [0, 0]], 2, 32, 16, dtype=torch.float16, device=DEVICE
+    case, wide = (
+        cases.paged_case(
+            Draw(Sizes(2, 2, 32, 0, 0, 16), torch.float16, stored, device),
+            rows=[20, 3],
+            retained=[[300, 300], [0, 0]],
+        )
+        for stored, device in ((torch.float16, DEVICE), (torch.float32, "cpu"))
     )
+
+    def attend(kernel, case):
+        lse = case[0].new_empty(case[0].shape[:2], dtype=torch.float32)
+        return kernel(*case, None, lse, True, 20), lse
+
+    expected, expected_lse = attend(_paged_attention.cpu, wide)
     results = []
     for num_splits in (3, 3, 1):
-        lse = case.q.new_empty(case.q.shape[:2], dtype=torch.float32)
         monkeypatch.setattr(
             paged_attention, "choose_splits", lambda *_, count=num_splits: count
         )
-        out = paged_attention.paged_attention(*case, None, lse, True, 20)
-        results.append((out, lse))
-        assert not paged_attention._counters(out.device).any()
+        results.append(attend(paged_attention.paged_attention, case))
+        assert not paged_attention._counters(torch.device(DEVICE)).any()
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
     for out, lse in results[1:]:
-        expected, expected_lse = checks.paged_attention(case, attend_fresh=True)
-        assert error(out, expected) < TOLERANCE[out.dtype]
-        torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-3, atol=1e-3)
+        assert error(out.cpu(), expected.double()) < TOLERANCE[out.dtype]
+        torch.testing.assert_close(lse.cpu(), expected_lse, rtol=1e-3, atol=1e-3)
 
 
 def set_multiprocessors(monkeypatch, count):

@@ -232,25 +232,6 @@ def test_temperature_at_its_edges_is_sampling(llm, healthy):
     assert tokens_of(llm, PROMPT, **SETTINGS, temperature=2.0, seed=1) != healthy
 
 
-def test_what_is_not_supported_is_named(llm, healthy):
-    unsupported = {
-        "logprobs": -1,
-        "prompt_logprobs": 1,
-        "min_p": 0.1,
-        "bad_words": ["x"],
-        "presence_penalty": 0.5,
-        "frequency_penalty": -0.5,
-        "repetition_penalty": 1.1,
-        "logprob_token_ids": [5],
-        "allowed_token_ids": [5, 6],
-    }
-    for name, value in unsupported.items():
-        params = DiffusionParams(gen_length=8, block_length=8, temperature=1.0)
-        setattr(params, name, value)
-        named = name if isinstance(value, list) else f"{name}={value}"
-        refuse(llm, healthy, named, "not supported", params=params)
-
-
 def test_embeddings_adapters_and_beams(llm, healthy):
     prompt = {"prompt_token_ids": PROMPT}
     params = DiffusionParams(gen_length=8)

@@ -10,13 +10,14 @@ from vllm.logprobs import FlatLogprobs
 
 from dllm_engine import DiffusionParams
 from dllm_engine.families import LLADA
+from dllm_engine.model_executor import head_chunks
 from dllm_engine.options import EngineOptions
 from dllm_engine.request_options.errors import InvalidRequestError
 from tests.oracles.models import PlainModel
 from tests.support import tiny_checkpoints
 from tests.support.engines import completion_of
 from tests.support.plans import resolved
-from tests.support.tiny_checkpoints import EOS
+from tests.support.tiny_checkpoints import EOS, VOCAB_SIZE
 
 PROMPT = [3, 1, 4, 1, 5, 9]
 SAMPLED: dict[str, Any] = {
@@ -57,8 +58,10 @@ def replayed(folder, completion) -> dict[int, torch.Tensor]:
 @pytest.mark.parametrize("family", ["llada", "dream", "sdar", "llada2"])
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_each_token_and_the_likeliest_have_those_of_the_step_that_committed_it(
-    engines, request, family, sampled
+    engines, request, monkeypatch, family, sampled
 ):
+    """Computed for few rows at once."""
+    monkeypatch.setattr(head_chunks, "MAX_LOGITS_PER_CHUNK", 3 * VOCAB_SIZE)
     folder = request.getfixturevalue(f"tiny_{family}")
     # Where attention goes by blocks, the response ends with one.
     asked: dict[str, Any] = (

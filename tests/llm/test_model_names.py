@@ -3,12 +3,14 @@
 import json
 
 import pytest
+from transformers import AutoConfig
 
 from dllm_engine.cache_methods import CACHE_METHODS
 from dllm_engine.checkpoints import RELEASED_CONFIGS, load_config
 from dllm_engine.evaluation.paper_tasks import tasks_of_papers
 from dllm_engine.families import released_defaults
 from dllm_engine.model_name import has_word, own_name
+from dllm_engine.plugin import register
 
 INSTRUCT = "GSAI-ML/LLaDA-8B-Instruct"
 BASE = "GSAI-ML/LLaDA-8B-Base"
@@ -109,16 +111,20 @@ def test_a_snapshot_has_the_papers_settings_of_its_model(checkpoint, model):
     ("folder", "block_size"),
     [
         ("SDAR-runs-b2/SDAR-8B-Chat", 4),
+        ("runs/SDAR-8B-Chat-beta", 4),
         ("runs/SDAR-8B-Chat-b32", 32),
         ("runs/SDAR-8B-Chat-b32/", 32),
         ("hub/models--JetLM--SDAR-8B-Chat-b16/snapshots/0123abcd", 16),
     ],
 )
 def test_blocks_are_as_long_as_the_own_name_says(checkpoint, folder, block_size):
-    assert (
-        load_config(checkpoint(folder, "JetLM/SDAR-8B-Chat", "block_size")).block_size
-        == block_size
-    )
+    register()  # for transformers
+    path = checkpoint(folder, "JetLM/SDAR-8B-Chat", "block_size")
+    for config in (load_config(path), AutoConfig.from_pretrained(path)):
+        assert config.block_size == block_size
+    assert AutoConfig.from_pretrained(path, block_size=2).block_size == 2
+    stated = checkpoint(folder, "JetLM/SDAR-8B-Chat")
+    assert load_config(stated).block_size == 4
 
 
 @pytest.mark.parametrize("above", ["dreamon-cluster", "home/dreamone", "DreamOn"])

@@ -8,7 +8,7 @@ from vllm import SamplingParams
 
 from dllm_engine import DiffusionParams
 from tests.support import tiny_checkpoints
-from tests.support.engines import completion_of, generate
+from tests.support.engines import completion_of, generate, responses
 
 PROMPT = [3, 1, 4, 1, 5, 9]
 complete = partial(completion_of, prompt=PROMPT, gen_length=32, block_length=8)
@@ -79,7 +79,7 @@ def test_a_length_that_is_left_open_is_256_or_what_fits(
         max_tokens=None, temperature=0, ignore_eos=True, extra_args={"steps": 8}
     )
     for params in (own, plain):
-        assert len(generate(llm, [prompt], params)[0].outputs[0].token_ids) == expected
+        assert len(responses(llm, [prompt], params)[0]) == expected
     figures = (
         generate(llm, [prompt], None)[0].outputs[0].diffusion
     )  # ends where the model does
@@ -129,13 +129,10 @@ def test_a_response_may_run_to_the_end_of_the_context(engines, checkpoint, setti
         DiffusionParams(gen_length=CONTEXT - len(prompt), **TO_THE_END)
         for prompt in prompts
     ]
-    longer = [
-        output.outputs[0].token_ids
-        for output in generate(engines(checkpoint), prompts, params)
-    ]
+    longer = responses(engines(checkpoint), prompts, params)
     llm = engines(checkpoint, max_model_len=CONTEXT, **settings)
     outputs = [output.outputs[0] for output in generate(llm, prompts, params)]
-    assert [output.token_ids for output in outputs] == longer
+    assert [list(output.token_ids) for output in outputs] == longer
     assert [len(tokens) for tokens in longer] == [20, 3, CONTEXT - 5, 1]
     assert {output.finish_reason for output in outputs} == {"length"}
 

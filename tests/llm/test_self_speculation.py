@@ -8,7 +8,7 @@ import pytest
 from dllm_engine import DiffusionParams
 from dllm_engine.request_options.errors import InvalidRequestError
 from tests.model_executor.test_lora import assert_same_parameters, parameters
-from tests.support.engines import assert_nothing_left, generate, scheduler_of
+from tests.support.engines import assert_nothing_left, generate, responses, scheduler_of
 from tests.support.quantized_checkpoints import quantize
 from tests.support.random_requests import any_text
 from tests.support.stepped_engines import run_in_steps
@@ -122,13 +122,12 @@ def test_drafts_have_their_adapter_whatever_the_weights_are(
     if weights == "read again":
         llm.collective_rpc("reload_weights")
 
-    found = generate(llm, PROMPTS[:2], asked("self_speculation", block_length=8))
-    expected = generate(llm, PROMPTS[:2], asked("autoregressive"))
+    drafted = asked("self_speculation", block_length=8)
+    found = responses(llm, PROMPTS[:2], drafted)
+    expected = responses(llm, PROMPTS[:2], asked("autoregressive"))
 
     assert_same_parameters(parameters(llm), before)
-    assert [output.outputs[0].token_ids for output in found] == [
-        output.outputs[0].token_ids for output in expected
-    ]
+    assert found == expected
 
 
 def test_log_probabilities_and_the_stream_are_those_of_verified_tokens(

@@ -12,7 +12,6 @@ from dllm_engine import DiffusionParams
 from dllm_engine.provisional import BlockChanges, BlockReader
 from tests.support.engines import completion_of
 from tests.support.stepped_engines import streamed
-from tests.support.tiny_checkpoints import MASK
 
 PROMPT = [3, 1, 4, 1, 5, 9]
 SETTINGS: dict[str, Any] = {"gen_length": 24, "block_length": 8, "ignore_eos": True}
@@ -29,6 +28,11 @@ SPANS = {
     "fast_threshold": 0.2,
 }
 """SlowFast sampling that fills several tokens in some passes."""
+RULES: dict[str, dict[str, Any]] = {
+    "one": {},
+    "slow_fast": {"slow_fast": SPANS},
+    "several blocks": {"threshold": 0.2, "block_add_threshold": 0.2},
+}
 
 
 def stream(llm, *, prompts=(PROMPT,), **settings) -> list:
@@ -36,56 +40,64 @@ def stream(llm, *, prompts=(PROMPT,), **settings) -> list:
     return streamed(llm, prompts, [params] * len(prompts))
 
 
-@pytest.mark.parametrize("rule", [{}, {"slow_fast": SPANS}], ids=["one", "slow_fast"])
-@pytest.mark.parametrize("family", ["llada", "dream"])
-@pytest.mark.parametrize("cache_method", ["none", "sparse"])
-def test_every_step_shows_the_running_block(
-    engines, request, family, cache_method, rule
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("model", ["llada-tiny-a", "dream-tiny-a"])
+@pytest.mark.parametrize("cache_method", ["dual", "sparse"])
+def test_every_step_shows_the_running_blocks(
+    engines, reference_checkpoints, model, cache_method, rule
 ):
-    llm = engines(request.getfixturevalue(f"tiny_{family}"), cache_method=cache_method)
-    expected = plain(llm, logprobs=0, **rule)
-    completions = [output.outputs[0] for output in stream(llm, logprobs=0, **rule)]
-    blocks = [completion.provisional for completion in completions]
-    num_passes = expected.diffusion.forward_passes
-    assert (num_passes == 24) == (not rule)
-    assert [b.forward_pass for b in blocks] == list(range(1, num_passes + 1))
-    assert rule or [(b.block, b.step) for b in blocks] == [
+    llm = engines(reference_checkpoints / model, cache_method=cache_method)
+    mask = llm.model_config.hf_config.mask_token_id
+    prompt = [(37 * i * i + 11 * i + 5) % 480 for i in range(12)]
+    asked = RULES[rule] | {"logprobs": 0}
+    whole = plain(llm, prompt=prompt, **asked)
+    completions = [
+        output.outputs[0] for output in stream(llm, prompts=[prompt], **asked)
+    ]
+    shown = [completion.provisional for completion in completions]
+    num_passes = whole.diffusion.forward_passes
+    assert (num_passes == 24) == (rule == "one")
+    passes = [*range(1, num_passes + 1)]
+    assert [block.forward_pass for block in shown] == passes
+    assert rule != "one" or [(block.block, block.step) for block in shown] == [
         (n // 8, n % 8 + 1) for n in range(24)
     ]
-    assert {(b.start, len(b.token_ids), b.num_blocks) for b in blocks} == {
-        (0, 8, 3),
-        (8, 8, 3),
-        (16, 8, 3),
-    }
+    windows = [
+        (len(prompt) + block.start, len(prompt) + block.start + len(block.token_ids))
+        for block in shown
+    ]
+    assert windows == whole.diffusion.windows
+    sizes = {stop - start for start, stop in windows}
+    assert (max(sizes) > 8) == (rule == "several blocks")
     filled = {
-        p - len(PROMPT): n
-        for n, step in enumerate(expected.diffusion.unmasked_per_step)
-        for p in step
+        position - len(prompt): number
+        for number, step in enumerate(whole.diffusion.unmasked_per_step)
+        for position in step
     }
-    for n, block in enumerate(blocks):
-        for i, (token, masked, confidence) in enumerate(
-            zip(block.token_ids, block.masked, block.confidences, strict=True),
-            start=block.start,
-        ):
-            assert masked == (filled[i] > n)
-            assert token == (MASK if masked else expected.token_ids[i])
-            assert (masked and confidence is None) or 0 < confidence <= 1
-            if not masked:  # that of the step that committed it
-                assert confidence == pytest.approx(
-                    math.exp(expected.logprobs[i][token].logprob), rel=1e-4
-                )
+    sent: list[int] = []
+    for number, (completion, block) in enumerate(zip(completions, shown, strict=True)):
+        for i, token in enumerate(block.token_ids, start=block.start):
+            own = i - block.start
+            assert block.masked[own] == (filled[i] > number)
+            assert token == (mask if block.masked[own] else whole.token_ids[i])
+            confidence = block.confidences[own]
+            if not block.masked[own]:  # that of the step that committed it
+                logprob = whole.logprobs[i][token].logprob
+                assert confidence == pytest.approx(math.exp(logprob), rel=1e-4)
+            else:
+                assert confidence is None or 0 < confidence <= 1
+        assert len(completion.token_ids) % 8 == 0
+        sent += completion.token_ids
+        assert (block.sent, block.num_blocks) == (len(sent), 3)
     # The response and its figures are those without streaming by step.
-    assert [len(c.token_ids) for c in completions if c.token_ids] == [8, 8, 8]
-    assert [token for c in completions for token in c.token_ids] == list(
-        expected.token_ids
-    )
-    assert [entry for c in completions for entry in c.logprobs] == expected.logprobs
+    assert sent == list(whole.token_ids)
+    assert [entry for c in completions for entry in c.logprobs] == whole.logprobs
     assert completions[-1].finish_reason == "length"
-    assert completions[-1].diffusion == expected.diffusion
-    assert [c.diffusion.forward_passes for c in completions] == list(
-        range(1, num_passes + 1)
+    assert completions[-1].diffusion == whole.diffusion
+    assert [c.diffusion.forward_passes for c in completions] == passes
+    assert rule != "one" or not completions[0].diffusion.trace, (
+        "it would grow with every chunk"
     )
-    assert rule or not completions[0].diffusion.trace, "it would grow with every chunk"
 
 
 @pytest.mark.parametrize(
@@ -120,35 +132,6 @@ def test_blocks_that_begin_in_the_prompt_are_shown_from_the_response_on(
     expected = plain(llm, prompt=prompt, gen_length=9, block_length=4)
     assert [token for c in outputs for token in c.token_ids] == list(expected.token_ids)
     assert blocks[-1].token_ids == list(expected.token_ids)[6:]
-
-
-@pytest.mark.parametrize("model", ["llada-tiny-a", "dream-tiny-a"])
-def test_every_step_shows_all_running_blocks_and_finished_ones_are_sent_in_order(
-    engines, reference_checkpoints, model
-):
-    llm = engines(reference_checkpoints / model, cache_method="dual")
-    asked = {"gen_length": 32, "threshold": 0.2, "block_add_threshold": 0.2}
-    prompt = [(37 * i * i + 11 * i + 5) % 480 for i in range(12)]
-    whole = plain(llm, prompt=prompt, **asked)
-    windows = [
-        (start - len(prompt), stop - len(prompt))
-        for start, stop in whole.diffusion.windows
-    ]
-    assert max(stop - start for start, stop in windows) > 8
-    outputs = [output.outputs[0] for output in stream(llm, prompts=[prompt], **asked)]
-    shown = [completion.provisional for completion in outputs]
-    assert [
-        (block.start, block.start + len(block.token_ids)) for block in shown
-    ] == windows
-    sent: list[int] = []
-    for completion, block in zip(outputs, shown, strict=True):
-        sent += completion.token_ids
-        assert len(completion.token_ids) % 8 == 0
-        assert (block.sent, sent) == (len(sent), list(whole.token_ids[: len(sent)]))
-        final = whole.token_ids[block.start :][: len(block.token_ids)]
-        known = zip(block.token_ids, final, block.masked, strict=True)
-        assert all(token == expected for token, expected, masked in known if not masked)
-    assert not any(shown[-1].masked)
 
 
 def test_latency_is_that_of_blocks(engines, tiny_llada):

@@ -11,7 +11,7 @@ import pytest
 from dllm_engine import DiffusionParams
 from tests.support import tiny_checkpoints
 from tests.support.answers import answers
-from tests.support.engines import generate, runner_of, scheduler_of
+from tests.support.engines import generate, responses, runner_of, scheduler_of
 from tests.support.stepped_engines import run_in_steps
 
 PROMPT = [7 * i % 100 for i in range(37)]
@@ -285,11 +285,8 @@ def test_a_model_of_one_layer_answers_as_without_a_cache(
     prompts = [[7 * i % 100 for i in range(1, length)] for length in (14, 6)]
     params = params_of(24, 8, steps=12)
     cached, plain = (
-        [
-            output.outputs[0].token_ids
-            for output in generate(engines(model, cache_method=method), prompts, params)
-        ]
-        for method in (method, "none")
+        responses(engines(model, cache_method=each), prompts, params)
+        for each in (method, "none")
     )
     assert cached == plain
 

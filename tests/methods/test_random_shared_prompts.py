@@ -14,7 +14,6 @@ from vllm.sampling_params import RequestOutputKind
 
 from dllm_engine import LLM, DiffusionParams
 from dllm_engine.scheduler.scheduled_request import ScheduledRequest
-from tests.methods.test_shared_prompts import ENGINES
 from tests.oracles.decisions import decide_in_passes
 from tests.oracles.decode import decode
 from tests.oracles.decoding import Decoding
@@ -43,6 +42,23 @@ SAMPLED = {
     "block_length": 4,
 }
 PAGE_SIZE, NUM_REQUESTS, LONGEST = 8, 16, 150
+RESPONSE = {
+    "refresh": "response",
+    "prompt_refresh_interval": 2,
+    "pool_kernel_size": 1,
+}
+ENGINES: list[tuple[str, dict[str, Any]]] = [
+    ("none", {}),
+    ("prefix", {}),
+    ("dual", {}),
+    ("dual", {"refresh": "response", "prompt_refresh_interval": 2}),
+    ("dual", {"refresh": "near", "near_tokens": 5}),
+    ("sparse", {"retention_ratio": 0.6, "pool_kernel_size": 1}),
+    ("sparse", {"retention_ratio": 0.3, "update_delay": 0, "pool_kernel_size": 1}),
+    ("sparse", RESPONSE | {"retention_ratio": 0.6}),
+    ("sparse", RESPONSE | {"update_delay": 0, "scope": "prefix"}),
+]
+"""Cache methods that share prompts, with options."""
 
 
 @dataclass

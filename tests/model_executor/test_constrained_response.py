@@ -22,55 +22,6 @@ VOCAB = 7
 NEVER = 6
 
 
-def random_case(
-    seed: int, length: int
-) -> tuple[Constraint, PlainConstraint, random.Random, list[int | None]]:
-    draw = random.Random(seed)
-    automaton = random_automaton(draw, VOCAB, {NEVER})
-    ends = draw.choice([(), (5,), (4, 5)])
-    template = [draw.choice([None, None, draw.randrange(VOCAB)]) for _ in range(length)]
-    return (
-        Constraint(automaton, frozenset(ends)),
-        PlainConstraint(automaton.packed, ends),
-        draw,
-        template,
-    )
-
-
-def texts(plain: PlainConstraint, template: list[int | None]) -> list[tuple[int, ...]]:
-    """Every way to fill in the masks that is accepted."""
-    choices = [range(VOCAB) if token is None else [token] for token in template]
-    return [tokens for tokens in itertools.product(*choices) if plain.accepts(tokens)]
-
-
-@given(st.integers(0, 1 << 30), st.integers(1, 4))
-@settings(max_examples=300)
-def test_the_most_probable_text_is_that_of_all_texts(seed, length):
-    constraint, plain, draw, template = random_case(seed, length)
-    accepted = texts(plain, template)
-    assert constraint.completable(template)[0][0] == bool(accepted)
-    if not accepted:
-        return
-    scores = np.array([[draw.gauss(0, 3) for _ in range(VOCAB)] for _ in range(length)])
-    prompt = [0, 1]
-    known = np.array([*prompt, *(-1 if token is None else token for token in template)])
-    predicted = [
-        i for i, token in enumerate(template) if token is None and draw.random() < 0.8
-    ]
-
-    def total(tokens):
-        return sum(scores[i, tokens[i]] for i in predicted)
-
-    by_class = np.full((length, constraint.num_classes), -np.inf)
-    for token, number in enumerate(constraint.class_of):
-        if number >= 0:
-            by_class[:, number] = np.maximum(by_class[:, number], scores[:, token])
-    response = ConstrainedResponse(constraint, len(prompt), template)
-    positions = np.array(predicted, dtype=np.int64) + len(prompt)
-    classes = response.classes(known, len(known), positions, by_class[predicted])
-    assert sum(by_class[predicted, classes]) == pytest.approx(max(map(total, accepted)))
-
-
 @given(st.integers(0, 1 << 30), st.integers(1, 5), st.integers(0, 4), st.booleans())
 @settings(max_examples=300, deadline=None)
 def test_reasoning_keeps_its_budget_and_is_bounded_by_nothing_else(

@@ -13,7 +13,7 @@ from dllm_engine.checkpoints import load_config
 from dllm_engine.model_executor.loading.lora import LoraAdapter
 from tests.model_executor.models.test_loading import POINTER
 from tests.support import tiny_checkpoints
-from tests.support.engines import generate, refuse_start, runner_of
+from tests.support.engines import refuse_start, responses, runner_of
 from tests.support.tiny_checkpoints import write, write_adapter
 
 LLADA = [
@@ -75,15 +75,11 @@ def test_weights_are_those_merged_by_hand(engines, request, tmp_path, family):
     llm = engines(checkpoint, lora_path=str(adapter))
     assert_same_parameters(parameters(llm), parameters(engines(by_hand)))
     params = DiffusionParams(gen_length=16, block_length=8, ignore_eos=True)
-    answers = [
-        generate(each, [[5, 6, 7]], params)[0].outputs[0].token_ids
-        for each in (llm, engines(by_hand))
-    ]
-    assert (
-        answers[0]
-        == answers[1]
-        != generate(engines(checkpoint), [[5, 6, 7]], params)[0].outputs[0].token_ids
+    merged, expected, plain = (
+        responses(each, [[5, 6, 7]], params)
+        for each in (llm, engines(by_hand), engines(checkpoint))
     )
+    assert merged == expected != plain
     if not llm.model_config.hf_config.experts:  # which a CPU cannot read again
         before = parameters(llm)
         llm.collective_rpc("reload_weights")

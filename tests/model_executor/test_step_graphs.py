@@ -132,24 +132,6 @@ def test_recorded_steps_give_the_same_tokens(
     assert_nothing_left(llm)
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        name
-        for name in CACHE_METHODS
-        if name not in ("block", "focus", "maskkv", "d2_cache")
-    ],
-)
-def test_requests_like_earlier_ones_launch_no_pass(
-    recording, tiny_llada, monkeypatch, method
-):
-    llm, _ = recording(tiny_llada, cache_method=method)
-    expected = answers(llm)
-    assert answers(llm) == expected
-    monkeypatch.setattr(runner_of(llm).model, "forward", None)
-    assert answers(llm) == expected
-
-
 @pytest.mark.parametrize("method", ["none", "dual"])
 def test_rows_that_fill_up_a_graph_of_whole_canvases_compute_numbers(
     recording, tiny_llada, method

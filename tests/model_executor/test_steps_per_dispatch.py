@@ -14,6 +14,7 @@ from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs
 from tests.support.engines import (
     assert_nothing_left,
     generate,
+    responses,
     runner_of,
     scheduler_of,
     set_steps_per_dispatch,
@@ -170,7 +171,7 @@ def test_a_step_is_laid_out_again_if_a_request_that_fails_has_moved_its_canvas(
     """
     llm = engine("dual")
     params = [asked(gen_length=8), asked(), asked(gen_length=64, logprobs=1)]
-    expected = generate(llm, PROMPTS[1:2], asked())[0].outputs[0].token_ids
+    (expected,) = responses(llm, PROMPTS[1:2], asked())
     store = runner_of(llm).store
     for tensor in ("tokens", "masked"):
         monkeypatch.setattr(store, tensor, getattr(store, tensor)[:90].clone())
@@ -187,7 +188,7 @@ def test_a_step_is_laid_out_again_if_a_request_that_fails_has_moved_its_canvas(
 
     run = run_in_steps(llm, PROMPTS[:3], params, joins=[0, 0, 12], after_step=see)
     assert len(starts) == 2
-    assert run.tokens[1] == list(expected)
+    assert run.tokens[1] == expected
     assert not run.tokens[2]
     assert_nothing_left(llm)
 

@@ -12,7 +12,7 @@ from dllm_engine import DiffusionParams
 from dllm_engine.cache_methods import CACHE_METHODS
 from dllm_engine.model_executor import warm_up
 from dllm_engine.model_executor.warm_up import WarmUp
-from tests.support.engines import assert_nothing_left, generate, runner_of
+from tests.support.engines import assert_nothing_left, responses, runner_of
 from tests.support.fake_cuda_graphs import FakeGraphs
 from tests.support.plans import FULL_METHODS, SHORT_INTERVALS
 
@@ -84,14 +84,9 @@ def test_the_largest_batch_has_the_rows_of_the_largest_graph(engine, monkeypatch
 def test_what_requests_of_the_defaults_need_is_recorded(engine, warmed, method):
     prompts = [[5] * 40, [6] * 3, [7] * 64]
     params = DiffusionParams(gen_length=64, ignore_eos=True)
-    expected = [
-        output.outputs[0].token_ids
-        for output in generate(engine(method), prompts, params)
-    ]
-    engine(
-        method
-        # A warm-up writes to any page, since it comes before the first request.
-    ).reset_prefix_cache()
+    expected = responses(engine(method), prompts, params)
+    # A warm-up writes to any page, since it comes before the first request.
+    engine(method).reset_prefix_cache()
     recorder = FakeGraphs()
     llm = warmed(method, recorder)
     assert_nothing_left(llm)
@@ -106,9 +101,7 @@ def test_what_requests_of_the_defaults_need_is_recorded(engine, warmed, method):
 
     before = recorded()
     assert before
-    assert [
-        output.outputs[0].token_ids for output in generate(llm, prompts, params)
-    ] == expected
+    assert responses(llm, prompts, params) == expected
     # Requests of `dkv` have fewer and fewer rows, each its own number.
     assert recorded() == before or method == "dkv"
     assert recorder.num_replayed >= replayed + 64
@@ -160,10 +153,7 @@ def test_recordings_that_fail_or_differ_are_not_used(
 ):
     prompts = [[5] * 40, [6] * 3]
     params = DiffusionParams(gen_length=24, block_length=8, ignore_eos=True)
-    expected = [
-        output.outputs[0].token_ids
-        for output in generate(engine("sparse"), prompts, params)
-    ]
+    expected = responses(engine("sparse"), prompts, params)
     warnings = []
     monkeypatch.setattr(
         warm_up.logger, "warning", lambda text, *args: warnings.append(text % args)
@@ -172,7 +162,5 @@ def test_recordings_that_fail_or_differ_are_not_used(
     (warning,) = warnings
     assert re.search(said, warning), warning
     assert runner_of(llm).denoiser.graphs is None
-    assert [
-        output.outputs[0].token_ids for output in generate(llm, prompts, params)
-    ] == expected
+    assert responses(llm, prompts, params) == expected
     assert_nothing_left(llm)

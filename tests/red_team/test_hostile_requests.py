@@ -284,22 +284,6 @@ def test_a_body_that_is_damaged_is_refused(server, bounded, path):
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-@pytest.mark.parametrize(
-    "text", ["Tom=48. " * 125_000, "x" * 1_000_000, "é漢😀" * 100_000]
-)
-def test_a_prompt_of_a_megabyte_is_refused(server, path, text):
-    prompt = (
-        {"messages": [{"role": "user", "content": text}]}
-        if path == CHAT
-        else {"prompt": text}
-    )
-    for stream in (False, True):
-        status, answer = ask(server, path, GOOD[path] | prompt | {"stream": stream})
-        assert status == 400
-        assert "512" in json.loads(answer)["error"]["message"], "it names the limit"
-
-
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_half_a_body_holds_nobody_up(server, path):
     body = json.dumps(GOOD[path]).encode()
     head = (

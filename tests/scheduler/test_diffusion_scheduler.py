@@ -159,34 +159,16 @@ def test_rows_never_exceed_the_budget_and_nobody_starves():
     )
     waited: dict[str, int] = {}
     longest_wait = 0
-    done = set()
     while scheduler.has_unfinished_requests():
-        output, outputs = step(scheduler, runner)
-        assert output.num_scheduled_tokens == {
-            name: plan.max_rows for name, plan in output.plans.items()
-        }
-        assert (
-            output.total_num_scheduled_tokens
-            == sum(output.num_scheduled_tokens.values())
-            <= 100
-        )
-        assert output.plans, "something must run in every step"
-        assert len(scheduler.running) <= 8
+        output, _ = step(scheduler, runner)
+        assert 0 < output.total_num_scheduled_tokens <= 100
         for running in scheduler.running:
             name = running.request_id
             waited[name] = 0 if name in output.plans else waited[name] + 1
             longest_wait = max(longest_wait, waited[name])
-        done |= {
-            o.request_id
-            for c in outputs.values()
-            for o in c.outputs
-            if o.finish_reason is not None
-        }
-    assert len(done) == 30
     assert 0 < longest_wait < 8, (
         "each of 8 running requests is the one left out longest within 8 steps"
     )
-    assert_empty(scheduler)
 
 
 def test_head_of_the_queue_is_not_overtaken_by_a_smaller_request():
@@ -309,6 +291,9 @@ def test_every_request_ends_whatever_the_bound(arrivals, ratio, max_rows, method
             break
         output, _ = step(scheduler, runner)
         assert output.plans or not scheduler.has_unfinished_requests()
+        rows = [plan.max_rows for plan in output.plans.values()]
+        assert output.total_num_scheduled_tokens == sum(rows) <= max_rows
+        assert len(rows) <= limits["max_num_seqs"]
     assert_empty(scheduler)
 
 

@@ -45,50 +45,27 @@ class Ask:
 
 
 def draw_ask(rng: random.Random) -> Ask:
-    prompt = make_examples(rng.choice(TASKS), 1, seed=rng.randrange(1_000_000))[
-        0
-    ].prompt
+    (example,) = make_examples(rng.choice(TASKS), 1, seed=rng.randrange(1_000_000))
     chat, refused = rng.random() < 0.5, rng.random() < 0.1
-    length = rng.choice([8, 16, 24, 32, 48, 64])
-    decodings: list[dict[str, Any]] = [
-        {},
-        {"block_length": 8},
-        {"block_length": 8, "steps": length // 2},
-        {"threshold": 0.9, "block_length": 8},
-        {"factor": 0.5},
-        {"retention_ratio": 0.25, "block_length": 8},
-        {"unmasking": "random", "block_length": 4},
-    ]
-    extra: dict[str, Any] = rng.choice(decodings)
+    options: dict[str, Any] = {"block_length": rng.choice([4, 8])}
+    options |= rng.choice([{}, {"threshold": 0.9}, {"retention_ratio": 0.25}])
     arguments: dict[str, Any] = {
         "model": "demo",
-        "max_tokens": length,
+        "max_tokens": rng.choice([8, 16, 32, 64]),
         "stream": rng.random() < 0.5,
+        "seed": rng.randrange(1000),
+        **rng.choice([{}, {"temperature": 1.0, "n": 2}]),
+        **rng.choice([{}, {}, {"stop": ["=", "."]}]),
     }
-    arguments["seed"] = rng.randrange(1000)
-    arguments |= (
-        {"messages": [{"role": "user", "content": prompt}]}
-        if chat
-        else {"prompt": prompt}
-    )
-    if rng.random() < 0.4:
-        arguments |= {"temperature": 1.0, "n": rng.choice([1, 2, 3])}
-    if rng.random() < 0.2:
-        arguments["stop"] = rng.choice([",", ["=", "."], "e"])
-    if rng.random() < 0.2:
-        arguments |= {"logprobs": True, "top_logprobs": 2} if chat else {"logprobs": 2}
+    if chat:
+        arguments["messages"] = [{"role": "user", "content": example.prompt}]
+    else:
+        arguments["prompt"] = example.prompt
     if arguments["stream"] and rng.random() < 0.3:
-        extra = extra | {"stream_granularity": "step"}
+        options["stream_granularity"] = "step"
     if refused:
-        extra = extra | rng.choice(
-            [
-                {"steps": 0},
-                {"stepz": 1},
-                {"block_length": length + 1},
-                {"retention_ratio": 0.9},
-            ]
-        )
-    arguments["extra_body"] = {"vllm_xargs": extra, "ignore_eos": rng.random() < 0.5}
+        options |= {"steps": 0}
+    arguments["extra_body"] = {"vllm_xargs": options, "ignore_eos": rng.random() < 0.5}
     return Ask(chat, arguments, refused)
 
 

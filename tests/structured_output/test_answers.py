@@ -233,19 +233,15 @@ def test_what_a_step_searches_is_bounded_by_its_positions(client, options, posit
         )
 
 
-def test_a_tool_parser_reads_the_calls_that_the_model_is_free_to_make(demo):
+def test_a_tool_parser_leaves_the_model_free_to_make_no_call(demo):
     flags = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     client = served(demo, "--served-model-name", "demo", *flags)
     body = {"model": "demo", "messages": CHAT, "tools": TOOLS, "max_tokens": 64}
-    free, made = (
-        client.post("/v1/chat/completions", json=body | more)
-        for more in ({}, {"tool_choice": "required"})
-    )
-    message = free.json()["choices"][0]["message"]
-    assert message["content"].startswith(" Ida=07"), free.text
-    assert not message.get("tool_calls")
-    assert made.json()["choices"][0]["message"]["tool_calls"], made.text
-    assert made.json()["choices"][0]["finish_reason"] == "tool_calls"
+    for more in ({}, {"tool_choice": "none"}):
+        answer = client.post("/v1/chat/completions", json=body | more)
+        message = answer.json()["choices"][0]["message"]
+        assert message["content"].startswith(" Ida=07"), answer.text
+        assert not message.get("tool_calls")
 
 
 def test_tokens_in_and_out(demo):
@@ -263,13 +259,6 @@ def test_tokens_in_and_out(demo):
         "tok(ens)?",
         demo.get_tokenizer().decode(answer.json()["choices"][0]["token_ids"], True),
     )
-
-
-def test_other_tools_than_those_called_are_answered_as_ever(openai):
-    answer = openai.chat.completions.create(
-        model="demo", messages=CHAT, tools=TOOLS, tool_choice="none"
-    )
-    assert answer.choices[0].message.content.startswith(" Ida=07")
 
 
 def test_others_are_served_while_an_automaton_is_built(client, monkeypatch):

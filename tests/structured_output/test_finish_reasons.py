@@ -23,6 +23,7 @@ from tests.structured_output.test_answers import (
     chunks_of,
     is_person,
 )
+from tests.support.http_app import choices_of
 
 FORMS: dict[str, Any] = {
     name: ({"structured_outputs": fields}, matches)
@@ -67,16 +68,9 @@ def test_completions_and_chats(client, form, path, stream):
     sampled = {"n": 2, "temperature": 1.0, "seed": 1, "stream": stream}
     for length in (fewest, 48):
         answer = posted(client, path, max_tokens=length, **body, **sampled)
-        texts, reasons = ["", ""], []
-        for chunk in chunks_of(answer.text) if stream else [answer.json()]:
-            for choice in chunk["choices"]:
-                part = choice.get(
-                    "message", choice.get("delta", {"content": choice.get("text")})
-                )
-                texts[choice["index"]] += part.get("content") or ""
-                reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
-        assert all(matches(text) for text in texts), texts
-        assert reasons == ["stop"] * 2
+        choices = choices_of(answer)
+        assert all(matches(choice["content"]) for choice in choices), choices
+        assert [choice["finish_reason"] for choice in choices] == ["stop"] * 2
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

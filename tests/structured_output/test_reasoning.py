@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
 from tokenizers import AddedToken
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.parser import ParserManager
@@ -40,7 +39,7 @@ from tests.structured_output.test_answers import (
 from tests.support.automaton_walks import walk
 from tests.support.byte_level_tokenizers import TALE, train_tokenizer
 from tests.support.engines import assert_nothing_left
-from tests.support.http_app import EngineInProcess, openai_client, served
+from tests.support.http_app import EngineInProcess, choices_of, openai_client, served
 
 MARKERS = "<think> </think> <seed:think> </seed:think> <mm:think> </mm:think> <tool_call> </tool_call>".split()
 MARKERS += "<response> </response> [THINK] [/THINK] <|START_THINKING|> <|END_THINKING|> <|im_end|>".split()
@@ -218,32 +217,11 @@ def openai(reasoning_client):
     return openai_client(reasoning_client)
 
 
-class Person(BaseModel):
-    name: str
-    is_old: bool
-
-
 SHOWN: dict[str, Any] = {
     "thinking": ({}, True),
     "left out": ({"include_reasoning": False}, False),
     "off": (NO_THINKING, False),
 }
-
-
-@pytest.mark.parametrize("way", SHOWN)
-def test_openais_client_parses_the_answer(openai, way):
-    fields, reasons = SHOWN[way]
-    asked = {
-        "model": "m",
-        "messages": CHAT,
-        "max_tokens": 64,
-        "response_format": Person,
-        "extra_body": fields,
-    }
-    (choice,) = openai.chat.completions.parse(**asked).choices
-    assert choice.finish_reason == "stop"
-    assert isinstance(choice.message.parsed, Person)
-    assert bool(choice.message.reasoning) == reasons
 
 
 @pytest.mark.parametrize("way", SHOWN)
@@ -255,16 +233,11 @@ def test_streams_have_reasoning_and_answer_apart(reasoning_client, way):
         | fields
         | sampled
     )
-    parts = {0: {"content": "", "reasoning": ""}, 1: {"content": "", "reasoning": ""}}
-    for chunk in chunks_of(
-        reasoning_client.post("/v1/chat/completions", json=body).text
-    ):
-        for choice in chunk["choices"]:
-            for name, text in parts[choice["index"]].items():
-                parts[choice["index"]][name] = text + (choice["delta"].get(name) or "")
-    for part in parts.values():
-        assert is_person(part["content"])
-        assert bool(part["reasoning"]) == reasons
+    choices = choices_of(reasoning_client.post("/v1/chat/completions", json=body))
+    assert len(choices) == 2
+    for choice in choices:
+        assert is_person(choice["content"])
+        assert bool(choice["reasoning"]) == reasons
 
 
 @pytest.mark.parametrize(
@@ -413,14 +386,12 @@ def test_a_continued_turn_that_has_ended_its_reasoning_has_none(
     )
     if stream:
         body["stream_options"] = {"include_usage": True}
-    response = reasoning_client.post("/v1/chat/completions", json=body)
-    chunks = chunks_of(response.text) if stream else [response.json()]
-    choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    parts = [choice["delta" if stream else "message"] for choice in choices]
-    content = "".join(part.get("content") or "" for part in parts)
-    assert re.fullmatch(regex or "(.|\n)+", content)
-    assert not any(part.get("reasoning") for part in parts)
-    assert chunks[-1]["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
+    answer = reasoning_client.post("/v1/chat/completions", json=body)
+    (choice,) = choices_of(answer)
+    assert re.fullmatch(regex or "(.|\n)+", choice["content"])
+    assert not choice["reasoning"]
+    last = chunks_of(answer.text)[-1] if stream else answer.json()
+    assert last["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
 
 
 @pytest.mark.parametrize("ended", [None, False, True])
@@ -495,32 +466,22 @@ def test_a_budget_that_is_not_used_up_changes_nothing(spelling, regex):
     assert len(texts) == 1
 
 
-@pytest.mark.parametrize("field", ["max_tokens", "stream"])
-def test_budgets_of_chats(reasoning_client, llm, field):
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_budgets_of_chats(reasoning_client, llm, stream):
     body = {
         "model": "m",
         "messages": CHAT,
         "max_tokens": 48,
         "min_tokens": 40,
         "thinking_token_budget": 5,
+        "stream": stream,
     }
-    response = reasoning_client.post(
-        "/v1/chat/completions", json=body | {"stream": field == "stream"}
-    )
-    assert response.status_code == 200
-    chunks = chunks_of(response.text) if field == "stream" else [response.json()]
-    parts = [
-        choice["delta" if "delta" in choice else "message"]
-        for chunk in chunks
-        for choice in chunk["choices"]
-    ]
-    reasoning, content = (
-        "".join(part.get(name) or "" for part in parts)
-        for name in ("reasoning", "content")
-    )
-    assert len(llm.get_tokenizer().encode(reasoning, add_special_tokens=False)) <= 5
-    assert content
-    assert "</think>" not in content
+    answer = reasoning_client.post("/v1/chat/completions", json=body)
+    (choice,) = choices_of(answer)
+    spent = llm.get_tokenizer().encode(choice["reasoning"], add_special_tokens=False)
+    assert len(spent) <= 5
+    assert choice["content"]
+    assert "</think>" not in choice["content"]
 
 
 @pytest.fixture(scope="module")

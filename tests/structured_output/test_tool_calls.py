@@ -2,7 +2,6 @@
 flags for tools.
 """
 
-import json
 import shlex
 from argparse import Namespace
 from typing import Any
@@ -14,7 +13,7 @@ from dllm_engine import DiffusionParams
 from dllm_engine.demo import model_path
 from dllm_engine.request_options.sampling_params import ResponseLimit
 from dllm_engine.structured_output.tool_calls import parser_for, serve_tool_calls
-from tests.support.http_app import chunks_of, refusal, served
+from tests.support.http_app import choices_of, refusal, served
 
 QUESTION = "Tom=48. Ida=07. Give: Tom"
 CITY = {
@@ -55,10 +54,9 @@ XML_TEMPLATE = "{% if tools %}<tool_call><function=name><parameter=arguments></t
 
 
 def text_of(answer):
-    assert answer.status_code == 200, answer.text
     body = answer.json()
     if "choices" in body:
-        return body["choices"][0]["message"]["content"]
+        return choices_of(answer)[0]["content"]
     parts = body["output"][0]["content"] if "output" in body else body["content"]
     return parts[0]["text"]
 
@@ -75,40 +73,20 @@ def test_the_model_is_free_to_answer_without_a_call(client, route, asked):
 
 
 def test_a_stream_brings_the_text_of_an_answer_without_a_call(client):
-    chunks = chunks_of(
-        client.post(
-            "/v1/chat/completions", json={"model": "demo", "stream": True} | CHAT
-        )
-    )
-    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-    text = "".join(delta.get("content") or "" for delta in deltas)
-    assert text.startswith(" Tom=48")
+    body = {"model": "demo", "stream": True} | CHAT
+    (choice,) = choices_of(client.post("/v1/chat/completions", json=body))
+    assert choice["content"].startswith(" Tom=48")
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_a_default_length_grows_to_what_a_call_that_must_be_made_needs(client, stream):
     """The checkpoint's default of 32 tokens is too short for any call."""
-    body = {"model": "demo", "tool_choice": "required"} | CHAT
+    body = {"model": "demo", "tool_choice": "required", "stream": stream} | CHAT
     assert "gen_length=32 (max_tokens) is too short" in refusal(
         client.post("/v1/chat/completions", json=body | {"max_tokens": 32})
     )
-    answer = client.post("/v1/chat/completions", json=body | {"stream": stream})
-    assert answer.status_code == 200, answer.text
-    if stream:
-        deltas = [chunk["choices"][0]["delta"] for chunk in chunks_of(answer)]
-        calls = [
-            call["function"]
-            for delta in deltas
-            for call in delta.get("tool_calls") or ()
-        ]
-    else:
-        calls = [
-            call["function"]
-            for call in answer.json()["choices"][0]["message"]["tool_calls"]
-        ]
-    assert calls[0]["name"] == "get_weather"
-    arguments = json.loads("".join(call.get("arguments") or "" for call in calls))
-    assert isinstance(arguments["city"], str)
+    (choice,) = choices_of(client.post("/v1/chat/completions", json=body))
+    assert choice["finish_reason"] == "tool_calls"
 
 
 def test_a_response_tells_the_length_that_it_grew_to(client):

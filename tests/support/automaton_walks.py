@@ -39,20 +39,14 @@ def built(
     )
 
 
-def state_behind(automaton: Automaton, tokens: list[int]) -> int:
-    """−1 where the tokens begin no accepted text."""
+def accepts(automaton: Automaton, tokens: list[int]) -> bool:
     state = 0
     for token in tokens:
         kind = automaton.class_of[token]
-        state = (
-            int(automaton.next_state[state, kind]) if kind >= 0 and state >= 0 else -1
-        )
-    return state
-
-
-def accepts(automaton: Automaton, tokens: list[int]) -> bool:
-    state = state_behind(automaton, tokens)
-    return state >= 0 and bool(automaton.accepting[state])
+        state = int(automaton.next_state[state, kind]) if kind >= 0 else -1
+        if state < 0:
+            return False
+    return bool(automaton.accepting[state])
 
 
 def segmented(text: bytes, tokens: list[bytes], choice: random.Random) -> list[int]:

@@ -153,6 +153,12 @@ def generate(
     )
 
 
+def responses(llm: LLM, prompts: Sequence[list[int]], params: Any) -> list[list[int]]:
+    """The tokens of the response to each prompt."""
+    outputs = generate(llm, prompts, params)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
 def demo_answers(
     engines: EngineFactory,
     examples: Sequence[Any],
@@ -182,7 +188,7 @@ def completion_of(llm: LLM, prompt: list[int], **params: Any) -> Any:
 
 
 def tokens_of(llm: LLM, prompt: list[int], **params: Any) -> list[int]:
-    return list(completion_of(llm, prompt, **params).token_ids)
+    return responses(llm, [prompt], DiffusionParams(**params))[0]
 
 
 def assert_nothing_left(llm: LLM) -> None:

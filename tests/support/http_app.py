@@ -155,6 +155,24 @@ def chunks_of(answer: Any) -> list[dict[str, Any]]:
     return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
+def choices_of(answer: Any) -> list[dict[str, str]]:
+    """Content, reasoning and reason of the end of each choice in the answer to a chat or
+    a completion, whole or in a stream.
+    """
+    assert answer.status_code == 200, answer.text
+    is_streamed = answer.text.startswith("data: ")
+    choices: dict[int, dict[str, str]] = {}
+    for chunk in chunks_of(answer) if is_streamed else [answer.json()]:
+        for part in chunk["choices"]:
+            empty = {"content": "", "reasoning": "", "finish_reason": ""}
+            choice = choices.setdefault(part["index"], empty)
+            message = part.get("message") or part.get("delta") or {}
+            choice["content"] += message.get("content") or part.get("text") or ""
+            choice["reasoning"] += message.get("reasoning") or ""
+            choice["finish_reason"] += part["finish_reason"] or ""
+    return [choices[index] for index in sorted(choices)]
+
+
 def answered_meanwhile(
     client: "TestClient",
     slow: dict[str, Any],

@@ -16,7 +16,6 @@ from dllm_engine.checkpoints import (
 from dllm_engine.families import barred_tokens
 from dllm_engine.model_executor.models.configs import CONFIG_CLASSES, parse_config
 from dllm_engine.plugin import register
-from dllm_engine.request_options.defaults import checkpoint_defaults
 from tests.support.released_checkpoints import RELEASED
 from tests.support.tiny_checkpoints import CONFIGS, write
 
@@ -67,16 +66,6 @@ def test_any_other_key_is_named_with_its_value(name):
             parse_config(config | {key: value}, name)
         assert f"{key}={value!r}: not known of " in str(caught.value)
         parse_config(config | {key: None}, name)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["Dream-org/DreamOn-v0-7B", "/data/models--Dream-org--DreamOn-v0-7B/snapshots/0a"],
-)
-def test_models_that_decode_otherwise_are_known_by_their_names(name):
-    with pytest.raises(ValueError, match="DreamOn is not supported: it expands"):
-        parse_config(CONFIGS["dream"], name)
-    parse_config(CONFIGS["dream"], name.replace("DreamOn", "Dream"))
 
 
 def test_what_a_config_leaves_out_is_told_by_the_name_or_the_tokenizer(tmp_path):
@@ -167,27 +156,6 @@ def test_a_qwen2_is_ours_only_by_its_name_or_as_it_is_told(tmp_path):
     assert (type(read), read.mask_token_id) == (ours, 151665)
 
 
-@pytest.mark.parametrize(
-    ("name", "edits"),
-    [
-        ("inclusionAI/LLaDA2.1-mini", True),
-        ("/data/models--inclusionAI--LLaDA2.1-flash/snapshots/0a", True),
-        ("inclusionAI/LLaDA2.0-mini", False),
-        ("/data/LLaDA2.1-mini", True),
-        ("/data/LLaDA2.1-mini/tuned", False),
-    ],
-)
-def test_the_own_name_tells_the_model_that_edits(name, edits):
-    defaults = checkpoint_defaults(
-        parse_config(RELEASED["inclusionAI/LLaDA2.0-mini"]["config"], name)
-    )
-    assert defaults == (
-        {"threshold": 0.95, "edit_threshold": 0.9, "max_post_steps": 16}
-        if edits
-        else {}
-    )
-
-
 def test_keys_that_leave_generation_to_other_files_are_no_business_of_the_model():
     stated = {
         "temperature": 0.2,
@@ -199,29 +167,6 @@ def test_keys_that_leave_generation_to_other_files_are_no_business_of_the_model(
     assert (
         parse_config(CONFIGS["llada"] | stated, "folder").to_dict() == plain.to_dict()
     )
-
-
-@pytest.mark.parametrize(
-    ("name", "block_size"),
-    [
-        ("/cache/models--JetLM--SDAR-1.7B-Chat-b16/snapshots/0123abcd", 16),
-        ("mine/SDAR-4B-Chat-beta", 4),
-    ],
-)
-def test_a_block_size_in_a_name_counts_where_the_config_states_none(
-    tmp_path, name, block_size
-):
-    config = {
-        key: value for key, value in CONFIGS["sdar"].items() if key != "block_size"
-    }
-    assert parse_config(config, name).block_size == block_size
-    assert parse_config(config | {"block_size": 8}, name).block_size == 8
-    register()  # for transformers
-    folder = tmp_path / name.removeprefix("/")
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    assert AutoConfig.from_pretrained(str(folder)).block_size == block_size
-    assert AutoConfig.from_pretrained(str(folder), block_size=2).block_size == 2
 
 
 def test_llamas_config_is_transformers_own_unless_the_architecture_is_ours(tmp_path):
