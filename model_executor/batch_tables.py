@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -80,11 +79,7 @@ class FeatureTables(BatchTables):
         super().__init__(batch, PageKind.FEATURES)
         self.requests = batch.requests
         self.rows = feature_rows(pages.memory, width)
-        starts, stops = np.repeat(np.array(spans), batch.sizes, axis=0).T
-        items = np.where(
-            batch.host_positions < stops, batch.host_positions - starts, -1
-        )
-        self.items = on_device(items, batch.device)
+        self.items = on_device(batch.places_in(spans), batch.device)
         """Number of each batch row's position in its span; negative: it is outside."""
 
     def row_slots(self) -> Tensor:

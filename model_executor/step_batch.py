@@ -263,6 +263,12 @@ class StepBatch(RowBounds):
             and self.host_positions[self.bounds[index]] == span.start
         )
 
+    def places_in(self, spans: Sequence[Span]) -> np.ndarray:
+        """Place of each row in a span of its request, below 0 outside; on the host."""
+        starts, stops = np.repeat(np.array(spans), self.sizes, axis=0).T
+        rows = self.host_positions
+        return np.where(rows < stops, rows - starts, -1)
+
     def computes_all(self, lengths: Sequence[int]) -> list[bool]:
         """Return True for each request that computes all of the tokens, as many as
         ``lengths`` says, that it attends to: pages would give back what was just

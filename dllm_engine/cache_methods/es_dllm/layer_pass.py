@@ -222,17 +222,17 @@ class EarlySkipPass(LayerPass):
         was copied; −1 of other rows, and where there is no copy.
         """
         batch = self.batch
-        starts, stops = np.array([plan.window for plan in batch.plans]).T - self.shift
-        has_copy = [step.copying is not RetainedCopy.NONE for step in self.steps]
-        stops = np.where(has_copy, stops, 0)
-        num_copied = np.array([step.num_copied for step in self.steps])
-        starts, stops, num_copied = (
-            each.repeat(batch.sizes) for each in (starts, stops, num_copied)
-        )
-        rows = batch.host_positions
-        is_copied = (rows >= starts) & (rows < stops)
-        places = np.where(is_copied, num_copied + rows - starts, -1)
-        return on_device(places, batch.device)
+        windows = [
+            Span(0, 0)
+            if step.copying is RetainedCopy.NONE
+            else Span(*(end - self.shift for end in plan.window))
+            for step, plan in zip(self.steps, batch.plans, strict=True)
+        ]
+        places = batch.places_in(windows)
+        num_copied = [step.num_copied for step in self.steps]
+        first_places = np.repeat(num_copied, batch.sizes)
+        tokens = np.where(places >= 0, first_places + places, -1)
+        return on_device(tokens, batch.device)
 
     def _rows_that_skip(self, predicted: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
         """Per row: the ``CanvasStore`` index of the position that it predicts, whether

@@ -13,6 +13,7 @@ from vllm.distributed import tensor_model_parallel_all_reduce
 
 from dllm_engine.cache_methods.scorers import SCORERS, ScoredLayer
 from dllm_engine.cache_methods.sparse.method import RETAINED_PAGES, SparseOptions
+from dllm_engine.decoding.canvas_layout import Span
 from dllm_engine.decoding.page_layout import PageKind
 from dllm_engine.decoding.step_plan import RefreshState
 from dllm_engine.kernels.attention_scores import mean_query_scores, select_retained
@@ -179,13 +180,11 @@ class SparsePass(AddingPass):
     def _slots_in_order(self) -> Tensor:
         """Slots of the rows that requests keep in order; −1 of the others."""
         batch = self.batch
-        bounds = [
-            (0, 0) if plan.own is None else plan.own.keeps for plan in batch.plans
+        spans = [
+            Span(0, 0) if plan.own is None else plan.own.keeps for plan in batch.plans
         ]
-        starts, stops = np.repeat(np.array(bounds), batch.sizes, axis=0).T
-        positions = batch.host_positions
-        is_kept = (positions >= starts) & (positions < stops)
-        kept = on_device(np.where(is_kept, positions, -1), batch.device)
+        is_kept = batch.places_in(spans) >= 0
+        kept = on_device(np.where(is_kept, batch.host_positions, -1), batch.device)
         in_order = TokenTables(batch, self.pages)
         slots = in_order.token_slots(ALL_LAYERS, batch.requests, kept)
         self._keep_anchors(slots)
