@@ -30,15 +30,13 @@ def read_request(body: dict[str, Any]) -> tuple[list[Message], list[Question]]:
             raise QuestionError(
                 [name], f"{name} are not supported: this model reads text only"
             )
-    state = body.get("state")
-    if not isinstance(state, str | dict | list):
-        raise QuestionError(["state"], "state must be a string, an object or an array")
+    state = _content(body.get("state"), ["state"])
     questions = body.get("questions")
     if not isinstance(questions, dict) or not 1 <= len(questions) <= MOST_QUESTIONS:
         raise QuestionError(
             ["questions"], f"questions must be an object of 1 to {MOST_QUESTIONS}"
         )
-    messages = [{"role": "user", "content": as_text(state)}]
+    messages = [{"role": "user", "content": state}]
     return messages, [_question(name, each) for name, each in questions.items()]
 
 
@@ -55,10 +53,9 @@ def _question(name: str, given: Any) -> Question:
             [*place, "type"], f"{about}type must be one of {', '.join(_KINDS)}"
         )
     place.append(kind)
-    instructions = given.get("instructions")
+    instructions, text = given.get("instructions"), ""
     if instructions is not None:
-        _check_content(instructions, [*place, "instructions"])
-    text = "" if instructions is None else as_text(instructions)
+        text = _content(instructions, [*place, "instructions"])
     criteria, place = given.get("criteria"), [*place, "criteria"]
     if kind == "noul":
         sides = _sides(criteria, place)
@@ -76,12 +73,11 @@ def _sides(criteria: Any, place: list[str | int]) -> dict[str, str]:
         return {}
     if not isinstance(criteria, dict) or criteria.keys() - {"true", "false"}:
         raise QuestionError(place, "criteria of a noul have true, false or both")
-    sides = {}
-    for name, content in criteria.items():
-        if content is not None:
-            _check_content(content, [*place, name])
-            sides[name] = as_text(content)
-    return sides
+    return {
+        name: _content(content, [*place, name])
+        for name, content in criteria.items()
+        if content is not None
+    }
 
 
 def _choices(criteria: Any, place: list[str | int]) -> tuple[Option, ...]:
@@ -89,12 +85,10 @@ def _choices(criteria: Any, place: list[str | int]) -> tuple[Option, ...]:
         raise QuestionError(
             place, f"criteria of a choice must be an object of 1 to {MOST_OPTIONS}"
         )
-    options = []
-    for label, content in criteria.items():
-        if content is not None:
-            _check_content(content, [*place, label])
-        options.append(Option(label, "" if content is None else as_text(content)))
-    return tuple(options)
+    return tuple(
+        Option(label, "" if content is None else _content(content, [*place, label]))
+        for label, content in criteria.items()
+    )
 
 
 def _levels(criteria: Any, place: list[str | int]) -> tuple[Option, ...]:
@@ -102,14 +96,17 @@ def _levels(criteria: Any, place: list[str | int]) -> tuple[Option, ...]:
         raise QuestionError(
             place, f"criteria of a score must be an array of 1 to {MOST_LEVELS}"
         )
-    for i, content in enumerate(criteria):
-        _check_content(content, [*place, i])
-    return tuple(Option(as_text(content)) for content in criteria)
+    return tuple(
+        Option(_content(content, [*place, i])) for i, content in enumerate(criteria)
+    )
 
 
-def _check_content(content: Any, place: list[str | int]) -> None:
-    if not isinstance(content, str | dict | list):
-        raise QuestionError(place, "must be a string, an object or an array")
+def _content(given: Any, place: list[str | int]) -> str:
+    """The text of a content."""
+    if not isinstance(given, str | dict | list):
+        name = ".".join(map(str, place))
+        raise QuestionError(place, f"{name} must be a string, an object or an array")
+    return as_text(given)
 
 
 def answer_form(answer: Answer, given: dict[str, Any]) -> dict[str, Any]:
