@@ -5,8 +5,9 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
+from vllm import RequestOutput
 from vllm.exceptions import (
     GenerationError,
     RetryableRequestError,
@@ -63,14 +64,6 @@ class Questions:
         return read_questions([dict(each) for each in self.questions])
 
 
-class _RowResult(NamedTuple):
-    """The engine's answer to a row, and the tokens of its prompt."""
-
-    figures: DiffusionFigures
-    num_tokens: int
-    num_shared: int
-
-
 def as_messages(prompt: Any) -> list[Message]:
     """A prompt that may be a text."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -124,7 +117,7 @@ async def answer_over_http(
     places = asyncio.Semaphore(_AT_ONCE)
     turn = asyncio.Lock()
 
-    async def ask(number: int, row: Row) -> _RowResult:
+    async def ask(number: int, row: Row) -> tuple[RequestOutput, DiffusionFigures]:
         async with places:
             async with turn:  # other requests are read between two prompts
                 prompt = await prompt_of(row.messages) if number else first
@@ -133,13 +126,13 @@ async def answer_over_http(
                 tokens_input(prompt), row.params, f"{request_id}-{number}"
             )
             (output,) = [result async for result in results]
-        return _RowResult(_result(output), len(prompt), output.num_cached_tokens or 0)
+        return output, _result(output)
 
     results = await _all_of([ask(number, row) for number, row in enumerate(rows)])
-    decisions = [each.figures.decision for each in results]
-    num_tokens = sum(each.num_tokens for each in results)
-    num_shared = sum(each.num_shared for each in results)
-    num_rows = sum(each.figures.tokens_computed for each in results)
+    decisions = [figures.decision for _, figures in results]
+    num_tokens = sum(len(output.prompt_token_ids) for output, _ in results)
+    num_shared = sum(output.num_cached_tokens or 0 for output, _ in results)
+    num_rows = sum(figures.tokens_computed for _, figures in results)
     amounts = len(questions), num_rows, num_tokens, num_shared
     for name, amount in zip(COUNTS, amounts, strict=True):
         _counts[name] += amount
