@@ -132,11 +132,11 @@ class PagePool:
         num_pages: int,
         shared: Sequence[Sequence[KVCacheBlock]] = (),
         num_own: int = 0,
-        num_keyed: int | None = None,
+        num_keyed: int = 0,
     ) -> None:
         """Set aside ``num_pages``, for which ``can_reserve`` is True, for a request.
         Its tables begin with ``num_own`` pages of its own and then ``shared`` ones.
-        ``num_keyed``: pages of its text that others can find; None: the shared ones.
+        ``num_keyed``: pages of its text that others can find.
         """
         self._reserved[request_id] = num_pages
         self._blocks.touch([*chain.from_iterable(shared)])
@@ -144,8 +144,6 @@ class PagePool:
             [*self._new_pages(num_own), *table] for table in shared
         ]
         self._num_held += sum(map(len, self._tables[request_id]))
-        if num_keyed is None:
-            num_keyed = len(shared[0]) if shared else 0
         self.num_keyed[request_id] = num_keyed
 
     def grow(self, request_id: str, num_pages: int) -> bool:

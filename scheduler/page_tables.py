@@ -60,7 +60,6 @@ class PageTables:
         self.demand = PageDemand(method, geometry)
         self.geometry = geometry
         self.pages = pages
-        self.shares_prefixes = pages.shares
         self.watermark = watermark if method.keeps_for_good else 0.0
         self.num_anchors = num_anchors
         self.prefix_stats = PrefixCacheStats()
@@ -78,8 +77,9 @@ class PageTables:
         keys: list[BlockHash] = []
         # A seed is predicted by a row, so the last one is computed.
         unseeded = state.request.num_tokens - state.spec.layout.seeds_blocks
+        num_final = self._num_final(state, unseeded)
         if not state.request.skip_reading_prefix_cache:
-            keys = self._new_keys(state, self._num_final(state, unseeded))
+            keys = self._new_keys(state, num_final)
         found = self.pages.find(keys, self.geometry.num_layers)
         num_found = len(found[0]) if found else 0
         if self._being_filled.intersection(keys[num_found : num_found + 1]):
@@ -99,7 +99,6 @@ class PageTables:
         following = self.pages.find_next(tables[0][-1])
         if following is None:
             return shared
-        num_final = self._num_final(state, unseeded)
         own = state.request.all_token_ids[progress.retained : num_final]
         alike = sum(takewhile(bool, map(eq, following.tokens, own)))
         final = state.spec.layout.final_before(progress.retained + alike)
@@ -153,7 +152,7 @@ class PageTables:
     def record_prefix(self, state: ScheduledRequest) -> None:
         """Count what a request that begins found of its tokens."""
         request = state.request
-        if self.shares_prefixes and not request.skip_reading_prefix_cache:
+        if self.pages.shares and not request.skip_reading_prefix_cache:
             self.prefix_stats.record(
                 request.num_tokens,
                 state.progress.num_read,
@@ -257,8 +256,8 @@ class PageTables:
         """Let no request find the pages of those before it; returns False if that
         cannot be done, because requests hold pages.
         """
-        self.prefix_stats.reset = self.shares_prefixes and self.pages.forget_keys()
-        return self.prefix_stats.reset or not self.shares_prefixes
+        self.prefix_stats.reset = self.pages.shares and self.pages.forget_keys()
+        return self.prefix_stats.reset or not self.pages.shares
 
     def take_prefix_stats(self) -> PrefixCacheStats:
         """Take the counts since the last call."""
@@ -270,7 +269,7 @@ class PageTables:
         """Keys of the pages that a request's first tokens fill for good, without those
         that others can find already.
         """
-        if not self.shares_prefixes:
+        if not self.pages.shares:
             return []
         size = self.geometry.page_size
         numbers = range(self.pages.num_keyed[state.request_id], num_tokens // size)

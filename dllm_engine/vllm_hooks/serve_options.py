@@ -22,23 +22,23 @@ _SWITCH = re.compile("^(no-)?(enable-|disable-)?")
 """vLLM 0.33 takes ``--enable-lora`` and ``--disable-lora`` where it declares one."""
 _NUMBER = re.compile("[0-9]|^(auto|inf)$", re.IGNORECASE)
 """What a text has that an option of numbers takes."""
-Kind = str | list[str]
-"""Value of an option: ``int``, ``float``, or one of some texts; "": it is not known."""
+_A_NUMBER = "a number"
 
 
-def serve_options() -> dict[str, Kind]:
-    """By name with dashes. Some of the names are no options. Empty where vLLM or one of
-    its files is missing.
+def serve_options() -> dict[str, str]:
+    """What each option takes, by name with dashes: a number, one of some texts, or
+    nothing if that is not known. Some of the names are no options. Empty where vLLM or
+    one of its files is missing.
     """
     package = find_spec("vllm")
     if package is None or package.origin is None:
         return {}
     folder = Path(package.origin).parent
-    kinds: dict[str, Kind] = {"int": "int", "float": "float"}
+    kinds = dict.fromkeys(("int", "float"), _A_NUMBER)
     for file in folder.glob("config/*.py"):
         for name, texts in _LITERAL.findall(file.read_text(encoding="utf-8")):
-            kinds[name] = re.findall(r'"(.*?)"', texts)
-    options: dict[str, Kind] = {"help": ""}
+            kinds[name] = ", ".join(re.findall(r'"(.*?)"', texts))
+    options = {"help": ""}
     for pattern in _SOURCES:
         files = [*folder.glob(pattern)]
         if not files:
@@ -80,12 +80,12 @@ def check_serve_options(words: Sequence[str], own: Iterable[str]) -> None:
                 f"of vLLM)"
             )
         given = value if equals else following
-        kind = known.get(name)
-        if not kind or given in ("", "none", "None"):
+        wanted = known.get(name)
+        if not wanted or given in ("", "none", "None"):
             continue
-        if isinstance(kind, list):
-            if given not in kind:
-                texts = ", ".join(kind)
-                raise ValueError(f"{option} needs one of {texts}, not {given!r}")
-        elif given is None or not _NUMBER.search(given):
-            raise ValueError(f"{option} needs a number, not {given!r}")
+        if wanted == _A_NUMBER:
+            fits = bool(_NUMBER.search(given or ""))
+        else:
+            fits = given in wanted.split(", ")
+        if not fits:
+            raise ValueError(f"{option} takes {wanted}, not {given!r}")

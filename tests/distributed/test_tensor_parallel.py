@@ -236,7 +236,7 @@ def check_two_ranks(engines, checkpoint_of, case, backend="mp"):
         ]
         pages = watch_pages(sharded)
         answers = generate(sharded, prompts, params)
-        by_blocks = scheduler_of(sharded).tables.shares_prefixes
+        by_blocks = scheduler_of(sharded).tables.pages.shares
         again = generate(sharded, prompts, params) if by_blocks else answers
     alone = engines(checkpoint, **engine)
     assert_alike(answers, generate(alone, prompts, params), *figures)

@@ -4,16 +4,19 @@ version which reads the pages that the engine found, as those left them that wro
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from vllm.sampling_params import RequestOutputKind
 
 from dllm_engine import LLM, DiffusionParams
 from dllm_engine.scheduler.scheduled_request import ScheduledRequest
+from tests.oracles.buffer import Buffer
 from tests.oracles.decisions import decide_in_passes
 from tests.oracles.decode import decode
 from tests.oracles.decoding import Decoding
@@ -22,7 +25,7 @@ from tests.oracles.shared_prompts import SharedPrompts
 from tests.support.answers import params_of
 from tests.support.engines import assert_nothing_left, runner_of, scheduler_of
 from tests.support.random_decisions import (
-    assert_as_in_passes,
+    assert_fields_are,
     decision_params,
     random_decision,
 )
@@ -33,7 +36,7 @@ from tests.support.random_requests import (
     noise_of,
     random_requests,
 )
-from tests.support.stepped_engines import Poison, held_pages
+from tests.support.stepped_engines import Poison, copied_pages, held_pages
 
 SAMPLED = {
     "n": 2,
@@ -159,16 +162,17 @@ def draw_requests(draw: random.Random, model: PlainModel) -> list[Asked]:
     drawn = in_constraints(
         in_spans(drawn, number), number, model.head.shape[0], model.mask
     )
-    beginnings = [[draw.randrange(480) for _ in range(n)] for n in (41, 24, 3)]
+    beginnings = [[draw.randrange(480) for _ in range(n)] for n in (45, 24, 3)]
     requests = []
     for prompt, asked in drawn:
         if draw.random() < 0.2:
             policy = "maskgit_plus" if model.is_dream else "low_confidence"
             asked = SAMPLED | {"seed": draw.randrange(99), "unmasking": policy}
         decision = None
-        if draw.random() < 0.3:
+        if draw.random() < 0.4:
             decision, asked = random_decision(draw), {"passes": draw.randint(1, 3)}
-        text = draw.choice(beginnings) + prompt[: draw.choice([1, 9, 60])]
+        text = beginnings[0] if decision is not None else draw.choice(beginnings)
+        text = text + prompt[: draw.choice([1, 9, 60])]
         salt = draw.choice([None, None, "mine"])
         requests.append(Asked(text, asked, salt, decision))
     return requests
@@ -182,78 +186,79 @@ def admitted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Admitte
 
     def record(llm: LLM, sent: dict[str, Asked]) -> dict[str, Admitted]:
         tables = scheduler_of(llm).tables
-        reserve, give_back = tables.pages.reserve, tables.give_back
-        find, last_found = tables.pages.find, []
-        add_keys, forget = tables.pages.add_keys, tables.pages.forget_keys
-        note_next, append_copies = tables.pages.note_next, tables.pages.append_copies
+        pages = tables.pages
+        last_found: list[Any] = []
         sequences: dict[str, Admitted] = {}
         writers: dict[int, tuple[str, int]] = {}
-        """Of pages of the first layer that can be found."""
-        followers: dict[int, tuple[str, int]] = {}
-        """Writers of pages of the first layer that can be copied."""
+        """Of pages of the first layer that can be found or copied."""
         epoch = 0
 
-        def found(keys: Any, num_tables: int) -> Any:
-            tables_found = find(keys, num_tables)
-            last_found[:] = tables_found[0] if tables_found else []
-            return tables_found
+        def after(owner: Any, name: str) -> Callable[..., None]:
+            """A decorator: call a function after each call of a method, with its result
+            and arguments.
+            """
+            method = getattr(owner, name)
 
-        def reserved(request_id: str, *settings: Any) -> None:
-            reserve(request_id, *settings)
+            def decorate(note: Callable[..., None]) -> None:
+                def call(*args: Any) -> Any:
+                    result = method(*args)
+                    note(result, *args)
+                    return result
+
+                monkeypatch.setattr(owner, name, call)
+
+            return decorate
+
+        def written(request_id: str, page: int) -> None:
+            block = pages._tables[request_id][0][page]
+            writers[block.block_id] = request_id, page
+
+        @after(pages, "find")
+        def found(shared: Any, *_: Any) -> None:
+            last_found[:] = shared[0] if shared else []
+
+        @after(pages, "reserve")
+        def reserved(_: Any, request_id: str, *settings: Any) -> None:
             state = scheduler_of(llm).states[request_id]
             name = request_id.rsplit("-", 1)[0]
             number, _, parent = name.rpartition("_")
-            pages = [writers[page.block_id] for page in last_found]
             sequences[request_id] = Admitted(
-                *(sent[parent], int(number or 0), epoch, pages),
+                *(sent[parent], int(number or 0), epoch),
+                [writers[page.block_id] for page in last_found],
                 state.progress.num_read,
             )
             assert state.request.prompt_token_ids == sent[parent].prompt
 
-        def added(request_id: str, keys: Any, num_tables: int) -> None:
-            first = tables.pages.num_keyed[request_id]
-            add_keys(request_id, keys, num_tables)
-            for page in range(first, tables.pages.num_keyed[request_id]):
-                block = tables.pages._tables[request_id][0][page]
-                writers[block.block_id] = request_id, page
+        @after(pages, "add_keys")
+        def added(_: Any, request_id: str, keys: Any, *settings: Any) -> None:
+            stop = pages.num_keyed[request_id]
+            for page in range(stop - len(keys), stop):
+                written(request_id, page)
 
-        def noted(request_id: str, number: int, *settings: Any) -> None:
-            note_next(request_id, number, *settings)
-            block = tables.pages._tables[request_id][0][number]
-            followers[block.block_id] = request_id, number
+        @after(pages, "note_next")
+        def noted(_: Any, request_id: str, number: int, *settings: Any) -> None:
+            written(request_id, number)
 
-        def appended(request_id: str, pages: Any) -> Any:
-            sequences[request_id].copied = followers[pages[0].block_id]
-            return append_copies(request_id, pages)
+        @after(pages, "append_copies")
+        def appended(_: Any, request_id: str, sources: Any) -> None:
+            sequences[request_id].copied = writers[sources[0].block_id]
 
-        def gave_back(state: ScheduledRequest) -> None:
+        @after(tables, "give_back")
+        def gave_back(_: Any, state: ScheduledRequest) -> None:
             if state.request_id in sequences:
                 num_passes = state.progress.num_forwards
                 sequences[state.request_id].num_passes = num_passes
-            give_back(state)
 
-        def forgot() -> bool:
+        @after(pages, "forget_keys")
+        def forgot(done: bool) -> None:
             nonlocal epoch
-            done = forget()
             epoch += done
-            return done
 
-        allocate = tables.pages._blocks.get_new_blocks
+        @after(pages._blocks, "get_new_blocks")
+        def allocated(blocks: Any, *_: Any) -> None:
+            ids = {block.block_id for block in blocks} - copied_pages(llm)
+            runner_of(llm).rank.pages.memory[sorted(ids)] = torch.nan
 
-        def allocated(num_blocks: int) -> Any:
-            blocks = allocate(num_blocks)
-            ids = [block.block_id for block in blocks]
-            runner_of(llm).rank.pages.memory[ids] = torch.nan
-            return blocks
-
-        monkeypatch.setattr(tables.pages._blocks, "get_new_blocks", allocated)
-        monkeypatch.setattr(tables.pages, "find", found)
-        monkeypatch.setattr(tables.pages, "reserve", reserved)
-        monkeypatch.setattr(tables.pages, "add_keys", added)
-        monkeypatch.setattr(tables.pages, "note_next", noted)
-        monkeypatch.setattr(tables.pages, "append_copies", appended)
-        monkeypatch.setattr(tables.pages, "forget_keys", forgot)
-        monkeypatch.setattr(tables, "give_back", gave_back)
         return sequences
 
     return record
@@ -266,12 +271,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         )
 
 
+def logits_over(run: Decoding, canvas: Sequence[int | None]) -> np.ndarray:
+    """Logits of the response, from a pass over a prompt that may be shared."""
+    buffer, start = run.buffer or Buffer.of(run), len(run.prompt)
+    run.canvas[start:] = [run.model.mask if t is None else t for t in canvas]
+    first = start - run.model.shifts
+    logits = buffer.forward(run.seen, run.seen)[first : first + len(canvas)]
+    return logits.double().numpy()
+
+
 def test_random_requests_share_prompts(engines, reference_checkpoints, admitted, seed):
     draw = random.Random(seed)
     method, options = ENGINES[seed % len(ENGINES)]
     checkpoint = reference_checkpoints / draw.choice(("llada-tiny-a", "dream-tiny-a"))
     model = PlainModel(checkpoint)
-    anchor_tokens = draw.choice([0, 5, PAGE_SIZE])
+    anchor_tokens = draw.choice([0, 0, 5, PAGE_SIZE])
     llm = engines(
         checkpoint,
         cache_method=method,
@@ -342,10 +356,14 @@ def test_random_requests_share_prompts(engines, reference_checkpoints, admitted,
                 response_template=template,
                 shared=shared,
             )
-            most = request.asked["passes"]
-            by_pass = decide_in_passes(run, fields, literals, [ends], most)
+            by_pass = decide_in_passes(
+                *(fields, literals, template, partial(logits_over, run)),
+                *([ends], request.asked["passes"]),
+            )
             if not request.is_aborted:
-                assert_as_in_passes(request.figures, by_pass)
+                assert request.figures.forward_passes == len(by_pass)
+                for expected in by_pass:
+                    assert_fields_are(request.figures.decision, expected)
         assert run.num_found == sequence.num_read
         shared.end(run)
         kept[name] = shared

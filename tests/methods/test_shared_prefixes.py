@@ -167,7 +167,7 @@ def little_memory(monkeypatch):
         size = tables.geometry.page_size
         num_pages = tables.geometry.num_layers * num_tokens // size + 1
         assert num_pages < scheduler.pages.num_pages
-        pages = PagePool(num_pages, size, shares=tables.shares_prefixes)
+        pages = PagePool(num_pages, size, shares=tables.pages.shares)
         monkeypatch.setattr(tables, "pages", pages)
         preempt = mock.Mock(wraps=scheduler._preempt)
         monkeypatch.setattr(scheduler, "_preempt", preempt)

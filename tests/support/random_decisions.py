@@ -3,6 +3,7 @@ of them.
 """
 
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -84,18 +85,16 @@ def assert_same_decisions(answers: list[Any], expected: list[Any]) -> None:
             )
 
 
-def assert_as_in_passes(
-    figures: Any, by_pass: list[dict[str, dict[object, float]]]
+def assert_fields_are(
+    answers: Mapping[str, Any], expected: Mapping[str, dict[object, float]]
 ) -> None:
-    """``by_pass``: as ``decide_in_passes`` returns."""
-    assert figures.forward_passes == len(by_pass)
-    for probabilities in by_pass:
-        for name, expected in probabilities.items():
-            own = listed(figures.decision[name])
-            # One of them may list a value that is impossible by now.
-            assert own | dict.fromkeys(expected.keys() - own, 0.0) == pytest.approx(
-                expected | dict.fromkeys(own.keys() - expected, 0.0), abs=1e-4
-            )
+    """Fields have these distributions. One of both may list a value that earlier passes
+    have made impossible.
+    """
+    for name, probabilities in expected.items():
+        own = listed(answers[name])
+        every = dict.fromkeys([*own, *probabilities], 0.0)
+        assert every | own == pytest.approx(every | probabilities, abs=1e-4)
 
 
 def _tokens(rng: random.Random, most: int = 3) -> list[int]:

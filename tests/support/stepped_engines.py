@@ -100,9 +100,17 @@ def held_pages(llm: LLM) -> set[int]:
     }
 
 
+def copied_pages(llm: LLM) -> set[int]:
+    """Ids of the pages that requests may begin with copies of, also if they were given
+    to others in this step.
+    """
+    following = scheduler_of(llm).pages._next_pages.values()
+    return {page.block_id for each in following for page in each.pages}
+
+
 class Poison:
     """Fills page memory with NaN, all at first and then, after each step, what has been
-    given back and no request can find.
+    given back and no request can find or copy.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -112,6 +120,7 @@ class Poison:
     def __call__(self) -> None:
         held = held_pages(self.llm)
         blocks = scheduler_of(self.llm).pages._blocks.blocks
-        given_back = sorted(i for i in self.held - held if blocks[i].block_hash is None)
-        runner_of(self.llm).rank.pages.memory[given_back] = torch.nan
+        given_back = self.held - held - copied_pages(self.llm)
+        lost = sorted(i for i in given_back if blocks[i].block_hash is None)
+        runner_of(self.llm).rank.pages.memory[lost] = torch.nan
         self.held = held
