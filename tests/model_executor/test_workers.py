@@ -115,3 +115,18 @@ def test_a_worker_ends_whose_engine_was_gone_before_it_looked():
     subprocess.run(
         [sys.executable, "-c", LATE], stdout=subprocess.PIPE, timeout=60, check=True
     )
+
+
+ENDING = """
+import atexit, gc, multiprocessing
+from dllm_engine.model_executor.workers.parent import end_vllm_process_with_parent
+
+multiprocessing.current_process().name = "EngineCore"
+atexit.register(lambda: print(gc.get_freeze_count() > 0))
+end_vllm_process_with_parent()
+"""
+
+
+def test_a_process_of_an_engine_ends_without_a_search_for_garbage():
+    command = [sys.executable, "-c", ENDING]
+    assert subprocess.check_output(command, text=True) == "True\n"
