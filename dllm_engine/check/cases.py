@@ -8,6 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from dllm_engine.kernels import (
     attention_scores,
@@ -31,8 +32,8 @@ PAGED = (
 """Rows of each request, and its tokens in pages: 1, 4 and 7 heads share one; all tiles,
 with and without splits.
 """
-Results = list[torch.Tensor]
-PagedCase = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, PagedTokens]
+Results = list[Tensor]
+PagedCase = tuple[Tensor, Tensor, Tensor, Tensor, PagedTokens]
 
 
 class Sizes(NamedTuple):
@@ -62,19 +63,19 @@ class Draw:
         self.sizes, self.dtype, self.stored, self.device = sizes, dtype, stored, device
         self.generator = torch.Generator().manual_seed(seed)
 
-    def normal(self, *shape: int) -> torch.Tensor:
+    def normal(self, *shape: int) -> Tensor:
         return (
             torch.randn(shape, generator=self.generator)
             .to(self.dtype)
             .to(self.device, self.stored)
         )
 
-    def integers(self, low: int, high: int, count: int) -> torch.Tensor:
+    def integers(self, low: int, high: int, count: int) -> Tensor:
         return torch.randint(low, high, (count,), generator=self.generator).to(
             self.device
         )
 
-    def slots(self, pages: torch.Tensor, *shape: int) -> torch.Tensor:
+    def slots(self, pages: Tensor, *shape: int) -> Tensor:
         """Different slots of ``pages``, and −1 for about a quarter of them."""
         order = torch.randperm(
             pages.shape[0] * pages.shape[1], generator=self.generator
@@ -85,7 +86,7 @@ class Draw:
             .to(self.device)
         )
 
-    def queries_and_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def queries_and_keys(self) -> tuple[Tensor, Tensor]:
         """``ROWS`` rows of a fused projection: views of one tensor."""
         fused = self.normal(
             ROWS, self.sizes.num_heads + self.sizes.num_kv_heads, self.sizes.head_dim

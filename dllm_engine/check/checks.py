@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dllm_engine.cache_methods import CACHE_METHODS, methods_for
 from dllm_engine.check.cases import Case, Draw, Sizes
@@ -69,7 +70,7 @@ def kernel_checks(
 
 
 def compare(
-    actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
+    actual: Sequence[Tensor], expected: Sequence[Tensor]
 ) -> tuple[float, float]:
     """Error and bound of the result that is closest to its bound, or beyond it: the
     largest difference over the largest expected number. Infinities and NaN must be in

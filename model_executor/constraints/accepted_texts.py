@@ -81,7 +81,8 @@ class FieldChoices:
         """Value, probability and distribution, where the edges of the field's most
         probable text are ``own``.
         """
-        lattice, values = posterior.lattice, self.values
+        lattice = posterior.lattice
+        values = self.values
         chances = np.exp(
             posterior.visits[lattice.sources[self.begins]]
             + posterior.steps[self.begins]

@@ -28,12 +28,14 @@ class ConstrainedResponse:
         position before which no mask becomes an end token."""
         self.constraint = constraint
         self._budget = thinking_budget
-        self._start, self._stop = prompt_length, prompt_length + len(template)
+        self._start = prompt_length
+        self._stop = prompt_length + len(template)
         self._first_end = max(first_end, prompt_length)
         self._completable = constraint.completable(
             template, self._first_end - prompt_length, thinking_budget
         )
-        self._position, self._state = prompt_length, 0
+        self._position = prompt_length
+        self._state = 0
 
     def classes(
         self, known: np.ndarray, stop: int, positions: np.ndarray, scores: np.ndarray

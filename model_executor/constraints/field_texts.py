@@ -66,7 +66,8 @@ class FieldLattice:
         targets = lattice.next_states[edges]
         first = int(lattice.positions[edges[0]])
         positions = lattice.positions[edges] - first
-        self.lattice, self.edges = lattice, edges
+        self.lattice = lattice
+        self.edges = edges
         self.longest_piece = int(lengths[pieces].max())
         self.num_positions = int(positions[-1]) + 2
         self.begins = ~np.isin(sources, targets)
@@ -250,7 +251,8 @@ class FieldChances:
         """Beginnings of texts by the state that they lead to; ``most``: only so many,
         the most promising ones.
         """
-        own, width = self.own, self.own.num_positions
+        own = self.own
+        width = self.own.num_positions
         rows_of: list[dict[bytes, int]] = [{} for _ in range(own.num_states)]
         """Row of each beginning that leads to a state."""
         arriving: list[list[tuple[np.ndarray, np.ndarray]]] = [

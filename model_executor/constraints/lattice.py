@@ -57,7 +57,8 @@ class Lattice:
     def __init__(self, graph: Graph) -> None:
         self.positions, edges = graph.placed_edges()
         """Position of each edge, ascending."""
-        num_states, self.length = graph.final + 1, graph.length
+        num_states = graph.final + 1
+        self.length = graph.length
         self.tokens = edges["token"].copy()
         self.fields = edges["field"].copy()
         self.choices = edges["choice"].copy()

@@ -4,6 +4,7 @@ that a pass commits.
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dllm_engine.decoding.messages import Failures
 from dllm_engine.model_executor.candidates import BatchCandidates
@@ -17,12 +18,13 @@ from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs
 
 
 def decide(
-    predictor: TokenPredictor, hidden: torch.Tensor, group: BatchCandidates
+    predictor: TokenPredictor, hidden: Tensor, group: BatchCandidates
 ) -> tuple[Filled, Failures]:
     """Commit fields of each decision, from hidden states of a group of decisions alone.
     Waits for the device once. Returns also the failures of decisions whose own part
     raises an exception."""
-    device, canvases = hidden.device, group.batch.canvases
+    device = hidden.device
+    canvases = group.batch.canvases
     asked = []
     for index in group.members:
         decision = canvases[index].decision

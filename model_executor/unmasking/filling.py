@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dllm_engine.decoding.spec import DecodingSpec
 from dllm_engine.decoding.step_plan import StepPlan, UnmaskQuota
@@ -45,7 +46,7 @@ from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, req
 
 CHOSEN, NOT_FINITE, OBSERVED, TAKEN_BACK = 1, 2, 4, 8
 
-Filled = torch.Tensor
+Filled = Tensor
 """Result of a step for some candidates, int64 ``[4, num_candidates]``, ascending by
 request and position: request number in the batch, canvas position, token, and a sum of
 ``CHOSEN`` (filled, or its token replaced), ``OBSERVED`` (as the quota asks),
@@ -69,7 +70,7 @@ class StepOutcome:
 
 
 def outcomes_of(
-    filled: list[list[Filled]], num_requests: int, asked: Sequence[torch.Tensor] = ()
+    filled: list[list[Filled]], num_requests: int, asked: Sequence[Tensor] = ()
 ) -> tuple[list[StepOutcome], list[np.ndarray]]:
     """The outcome of each step, and the numbers of the tensors ``asked``. Waits for the
     device once.
@@ -214,12 +215,12 @@ class FillInputs:
     ``BatchCandidates``, under the same names.
     """
 
-    table: torch.Tensor
+    table: Tensor
     """int64 ``[6, num_candidates]``"""
     numbers: RequestNumbers
-    certainty: torch.Tensor | None
+    certainty: Tensor | None
     """float32 ``[num_candidates]``"""
-    responses: torch.Tensor | None
+    responses: Tensor | None
     """int64 ``[2, n]``"""
     width: int
 
@@ -238,7 +239,8 @@ def fill_work(
         rows[number].fill(np.inf)
     choices: dict[Choice, int] = {}
     for i in group.members:
-        spec, quota = specs[i], plans[i].quota
+        spec = specs[i]
+        quota = plans[i].quota
         if quota.verifies:
             rows[Number.VERIFIES][i] = 1
         elif spec.guidance is None:
@@ -284,7 +286,8 @@ def _numbers_of(
     """Numbers of a request's step that do not depend on other requests.
     ``needs_first``: the first candidate is still to be filled, and must be.
     """
-    quota, unmasking = plan.quota, spec.unmasking
+    quota = plan.quota
+    unmasking = spec.unmasking
     if needs_first:
         yield Number.GUARANTEED, 1
     elif quota.guaranteed is not None:
@@ -307,14 +310,15 @@ def fill(
     rank: Rank,
     work: FillWork,
     inputs: FillInputs,
-    hidden: torch.Tensor,
+    hidden: Tensor,
     demands: Demands = NO_DEMANDS,
 ) -> tuple[Filled, TokenStatistics]:
     """Predict the candidates whose rows are ``hidden`` ``[num_candidates,
     hidden_size]``, and unmask the plans' quotas of those that are still masked."""
     requests, _, positions, places, _, flags = inputs.table.unbind()
     store, numbers, edits = rank.store, inputs.numbers, Number.EDITED in work.uses
-    masked, tokens = store.masked[places], store.tokens[places]
+    masked = store.masked[places]
+    tokens = store.tokens[places]
     counters = None
     if work.draws_positions or work.settings.temperature > 0:
         seeds = numbers[Number.SEED]
@@ -338,7 +342,8 @@ def fill(
     if inputs.responses is not None:
         statistics.held_back = _held_back(rank, inputs, statistics.token)
         barred = barred | statistics.held_back
-    written, edited = masked, None
+    written = masked
+    edited = None
     if edits:
         begun = numbers[Number.BEGINS_DECIDED]
         due = begun.index_add(0, requests, masked.long()) > 0
@@ -378,10 +383,10 @@ def fill(
 
 def _edit_options(
     free: TokenStatistics,
-    tokens: torch.Tensor,
-    masked: torch.Tensor,
-    surer_than: torch.Tensor,
-) -> torch.Tensor:
+    tokens: Tensor,
+    masked: Tensor,
+    surer_than: Tensor,
+) -> Tensor:
     """Tokens that a constrained position may have, int64 ``[num_candidates, 2]``; −1
     where it may have any. A decided token stays, or gives way to the ``free``
     prediction, whatever lets the whole text match.
@@ -395,11 +400,12 @@ def _outcome(
     work: FillWork,
     inputs: FillInputs,
     statistics: TokenStatistics,
-    chosen: torch.Tensor,
-    taken_back: torch.Tensor,
-) -> torch.Tensor:
+    chosen: Tensor,
+    taken_back: Tensor,
+) -> Tensor:
     """What became of each candidate, int64 ``[num_candidates]``."""
-    requests, flags = inputs.table[0], inputs.table[5]
+    requests = inputs.table[0]
+    flags = inputs.table[5]
     outcome = chosen.long() * CHOSEN + taken_back.long() * TAKEN_BACK
     if Number.OBSERVED in work.uses:
         bounds = inputs.numbers[Number.OBSERVED].float()[requests]
@@ -413,13 +419,15 @@ def _choose(
     work: FillWork,
     inputs: FillInputs,
     statistics: TokenStatistics,
-    barred: torch.Tensor,
-) -> torch.Tensor:
+    barred: Tensor,
+) -> Tensor:
     """The candidates that a step fills, of those that are not ``barred``; bool
     ``[num_candidates]``.
     """
-    requests, offsets = inputs.table[0], inputs.table[1]
-    numbers, uses = inputs.numbers, work.uses
+    requests = inputs.table[0]
+    offsets = inputs.table[1]
+    numbers = inputs.numbers
+    uses = work.uses
     bounds = Bounds(
         *(
             numbers[number] if number in uses else None
@@ -446,7 +454,7 @@ def _choose(
     return chosen
 
 
-def _held_back(rank: Rank, inputs: FillInputs, tokens: torch.Tensor) -> torch.Tensor:
+def _held_back(rank: Rank, inputs: FillInputs, tokens: Tensor) -> Tensor:
     """Predicted end tokens after a masked position, while the response has none, where
     the request delays them; bool ``[num_candidates]``."""
     owners, places = required(inputs.responses)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 from vllm.distributed.parallel_state import GroupCoordinator
 
 from dllm_engine.constraints.constraint import Constraint
@@ -26,7 +27,7 @@ from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs
 class BiasedRows(NamedTuple):
     """Numbers for the logits of some tokens in some rows."""
 
-    rows: torch.Tensor
+    rows: Tensor
     """bool ``[num_rows]``"""
     bias: TokenBias
 
@@ -59,7 +60,7 @@ class ConstrainedRows:
     """Rows that predict positions of one constrained response."""
 
     rows: slice
-    class_of: torch.Tensor
+    class_of: Tensor
     """int64 ``[vocab_size]``: the class of each token; ``num_classes`` for a token that
     must not be written.
     """
@@ -77,15 +78,13 @@ class ConstrainedRows:
 
 
 @lru_cache(maxsize=16)
-def class_on_device(constraint: Constraint, device: torch.device) -> torch.Tensor:
+def class_on_device(constraint: Constraint, device: torch.device) -> Tensor:
     """``ConstrainedRows.class_of`` of a constraint."""
     class_of = constraint.class_of.astype(np.int64)
     return on_device(np.where(class_of < 0, constraint.num_classes, class_of), device)
 
 
-def class_maxima(
-    scores: torch.Tensor, class_of: torch.Tensor, num_classes: int
-) -> torch.Tensor:
+def class_maxima(scores: Tensor, class_of: Tensor, num_classes: int) -> Tensor:
     """The best score of each class, ``[num_rows, num_classes]``; −∞ for a class without
     a token.
 
@@ -96,11 +95,11 @@ def class_maxima(
 
 
 def best_of_class(
-    scores: torch.Tensor,
-    class_of: torch.Tensor,
-    classes: torch.Tensor,
+    scores: Tensor,
+    class_of: Tensor,
+    classes: Tensor,
     forbidden_token: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """The score and the column of the best token of each row's class, ``[num_rows]``
     each; −∞ where no token is of it.
 
@@ -124,7 +123,7 @@ def best_of_class(
     return score, column
 
 
-def log_totals(logits: torch.Tensor, tp_group: GroupCoordinator) -> torch.Tensor:
+def log_totals(logits: Tensor, tp_group: GroupCoordinator) -> Tensor:
     """Log of the sum of exponentials of each row's logits on all ranks, float32
     ``[num_rows]``, from this rank's ``[num_rows, num_tokens]``.
     """
@@ -134,15 +133,16 @@ def log_totals(logits: torch.Tensor, tp_group: GroupCoordinator) -> torch.Tensor
 
 def logits_at(
     shard: VocabularyShard,
-    rows: torch.Tensor,
-    tokens: torch.Tensor,
+    rows: Tensor,
+    tokens: Tensor,
     tp_group: GroupCoordinator,
-) -> torch.Tensor:
+) -> Tensor:
     """Logits of tokens at rows, float32, on every rank. The shape is the one to which
     ``rows`` and ``tokens`` broadcast.
     """
     logits, first_token = shard
-    columns, size = tokens - first_token, logits.shape[-1]
+    columns = tokens - first_token
+    size = logits.shape[-1]
     own = logits[rows, columns.clamp(0, size - 1)].float()
     if tp_group.world_size > 1:  # the token is in one rank's shard
         own = own.masked_fill((columns < 0) | (columns >= size), -torch.inf)
@@ -151,10 +151,10 @@ def logits_at(
 
 def token_logprobs(
     shard: VocabularyShard,
-    tokens: torch.Tensor,
+    tokens: Tensor,
     num_logprobs: int,
     tp_group: GroupCoordinator,
-    log_total: torch.Tensor | None = None,
+    log_total: Tensor | None = None,
 ) -> TokenLogprobs:
     """Log-probabilities of a given token per row and of the ``num_logprobs`` likeliest,
     on every rank.
@@ -165,7 +165,8 @@ def token_logprobs(
     (logits, first_token), sharded = shard, tp_group.world_size > 1
     if log_total is None:
         log_total = log_totals(logits, tp_group)
-    columns, size = tokens - first_token, logits.shape[-1]
+    columns = tokens - first_token
+    size = logits.shape[-1]
     here = columns.clamp(0, size - 1)[:, None]
     token_logit = logits.gather(-1, here)[:, 0]
     if sharded:  # the token is in one rank's shard

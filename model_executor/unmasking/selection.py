@@ -7,10 +7,11 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from dllm_engine.decoding.unmasking_policies import PARALLEL_RULES
 
-Rule = Callable[[torch.Tensor, torch.Tensor | float], torch.Tensor]
+Rule = Callable[[Tensor, Tensor | float], Tensor]
 """As ``UnmaskingRule.selects`` says."""
 
 
@@ -20,7 +21,7 @@ def parallel_rule(name: str) -> Rule:
     return PARALLEL_RULES.function(name, PARALLEL_RULES[name].selects)
 
 
-def first_of_all(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
+def first_of_all(ordered: Tensor, value: Tensor | float) -> Tensor:
     """A fixed count: the ``value`` most confident ones."""
     return (torch.arange(ordered.shape[-1], device=ordered.device) < value).expand(
         ordered.shape
@@ -36,9 +37,9 @@ the value.
 class Cells(NamedTuple):
     """Cells of candidates in a table with a row per request."""
 
-    requests: torch.Tensor
+    requests: Tensor
     """int64 ``[num_candidates]``"""
-    offsets: torch.Tensor
+    offsets: Tensor
     """int64 ``[num_candidates]``: column, which is unique within the request and
     ascends with the position.
     """
@@ -51,21 +52,21 @@ class Bounds(NamedTuple):
     ``[num_requests]`` each; None where no request has such a bound.
     """
 
-    guaranteed: torch.Tensor | None = None
+    guaranteed: Tensor | None = None
     """At least the most confident candidate with an offset below it is chosen."""
-    least: torch.Tensor | None = None
+    least: Tensor | None = None
     """At least so many are chosen, the most confident."""
-    enough: torch.Tensor | None = None
+    enough: Tensor | None = None
     """If the rule chooses fewer, only the most confident candidate is chosen."""
 
 
 def select(
     rule: Rule,
-    confidence: torch.Tensor,
+    confidence: Tensor,
     cells: Cells,
-    values: torch.Tensor,
+    values: Tensor,
     bounds: Bounds,
-) -> torch.Tensor:
+) -> Tensor:
     """Choose candidates of each request by ``rule``, among equally confident ones the
     first: bool ``[num_candidates]``.
 
@@ -96,7 +97,7 @@ def select(
     return torch.empty_like(allowed).scatter_(1, order, allowed)[requests, offsets]
 
 
-def up_to_first(stops: torch.Tensor, cells: Cells, num_requests: int) -> torch.Tensor:
+def up_to_first(stops: Tensor, cells: Cells, num_requests: int) -> Tensor:
     """The candidates of each request up to the first that ``stops``, that one with
     them; bool ``[num_candidates]`` both.
     """

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dllm_engine.decoding.unmasking_policies import Measure
 
@@ -49,17 +50,17 @@ class TokenLogprobs(_Rows):
     unfiltered; one entry per row.
     """
 
-    token: torch.Tensor
+    token: Tensor
     """``[num_rows]`` float32: of the predicted token."""
-    rank: torch.Tensor
+    rank: Tensor
     """``[num_rows]`` int64: 1 + the number of tokens with a larger logit."""
-    top_tokens: torch.Tensor
+    top_tokens: Tensor
     """``[num_rows, num_logprobs]`` int64: the likeliest tokens, the first one first."""
-    top: torch.Tensor
+    top: Tensor
     """``[num_rows, num_logprobs]`` float32: theirs."""
 
     @classmethod
-    def empty(cls, tokens: torch.Tensor, num_logprobs: int) -> "TokenLogprobs":
+    def empty(cls, tokens: Tensor, num_logprobs: int) -> "TokenLogprobs":
         """Statistics to be filled in. A row that nothing is predicted for keeps its
         token of ``tokens`` ``[num_rows]``, which is certain.
         """
@@ -78,34 +79,34 @@ class TokenStatistics(_Rows):
     row.
     """
 
-    token: torch.Tensor
+    token: Tensor
     """``[num_rows]`` int64."""
-    probability: torch.Tensor
+    probability: Tensor
     """``[num_rows]`` float32: of the predicted token."""
-    negative_entropy: torch.Tensor | None
+    negative_entropy: Tensor | None
     """``[num_rows]`` float32: Σ p log(p + 1e-10); None where no policy of the batch
     asks.
     """
-    margin: torch.Tensor | None
+    margin: Tensor | None
     """``[num_rows]`` float32: p1 - p2 of the two likeliest tokens; None where no policy
     of the batch asks.
     """
-    noise: torch.Tensor | None
+    noise: Tensor | None
     """``[num_rows]`` float64 uniform in (0, 1), a draw per position; None where no
     policy of the batch asks.
     """
     logprobs: TokenLogprobs | None = None
     """None where no request of the batch asks."""
-    held_back: torch.Tensor | None = None
+    held_back: Tensor | None = None
     """``[num_rows]`` bool: end tokens that come too early to be unmasked; None where
     every request allows them.
     """
-    written: torch.Tensor | None = None
+    written: Tensor | None = None
     """``[num_rows]`` bool: finished rows whose positions were masked or get another
     token; None before it is known.
     """
 
-    def put_last(self, rows: torch.Tensor) -> None:
+    def put_last(self, rows: Tensor) -> None:
         """Make rows, bool ``[num_rows]``, less confident than any other. Their tokens
         have no probability already.
         """
@@ -116,9 +117,7 @@ class TokenStatistics(_Rows):
         if self.margin is not None:
             self.margin = self.margin.masked_fill(rows, -1.0)
 
-    def confidence(
-        self, measure: Measure, offsets: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def confidence(self, measure: Measure, offsets: Tensor | None = None) -> Tensor:
         """``[num_rows]``: by which an unmasking policy orders the rows. ``offsets``
         ``[num_rows]``: numbers that ascend with the position, for a policy that goes by
         it."""
@@ -132,7 +131,7 @@ class TokenStatistics(_Rows):
         return required(self.noise if measure == "noise" else by_measure[measure])
 
 
-def required(values: torch.Tensor | None) -> torch.Tensor:
+def required(values: Tensor | None) -> Tensor:
     """A statistic that a policy of the batch asked for."""
     assert values is not None
     return values

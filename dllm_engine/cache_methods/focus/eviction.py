@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from dllm_engine.cache_methods.focus.method import FocusOptions
 from dllm_engine.model_executor.transfer import on_device
@@ -58,15 +59,16 @@ class MaskedRows:
         self.keep = on_device(keep, device)
         """``OwnMasks.keep``, ``[num_requests, 1]``."""
 
-    def graph_inputs(self) -> list[torch.Tensor]:
+    def graph_inputs(self) -> list[Tensor]:
         return [self.rows, self.flags, self.keep]
 
-    def importance(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    def importance(self, q: Tensor, k: Tensor) -> Tensor:
         """The attention that each masked row gets from the masked rows of its request,
         over all heads, float32 ``[num_requests, width]``; the paper's I.
         """
         exist = self.flags[0]
-        queries, keys = q[self.rows].float(), k[self.rows].float()
+        queries = q[self.rows].float()
+        keys = k[self.rows].float()
         # Query heads share KV heads in consecutive groups.
         queries = queries.unflatten(2, (keys.shape[2], -1))
         scores = torch.einsum("rihgd,rjhd->rhgij", queries, keys).flatten(1, 2)
@@ -79,9 +81,7 @@ class MaskedRows:
         attention = highest.masked_fill(~is_key, -math.inf).softmax(dim=-1)
         return (attention * exist[:, None, :, None]).sum(dim=(1, 2))
 
-    def stay(
-        self, rises: torch.Tensor, num_rows: int, options: FocusOptions
-    ) -> torch.Tensor:
+    def stay(self, rises: Tensor, num_rows: int, options: FocusOptions) -> Tensor:
         """Rows of the batch that go on, bool ``[num_rows]``. ``rises``: of each masked
         row's importance between the first two layers; the paper's ΔI.
         """
@@ -89,7 +89,7 @@ class MaskedRows:
         counts = torch.zeros(num_rows, dtype=torch.int64, device=rises.device)
         return counts.index_add_(0, self.rows.flatten(), leave.flatten().long()) == 0
 
-    def selected(self, rises: torch.Tensor, options: FocusOptions) -> torch.Tensor:
+    def selected(self, rises: Tensor, options: FocusOptions) -> Tensor:
         """Masked rows that go on, bool ``[num_requests, width]``.
 
         They are those that rise most, the left neighbours of these, and every row left
@@ -99,7 +99,8 @@ class MaskedRows:
         exist, have_neighbours, unprocessed = self.flags
         chosen = torch.zeros_like(exist)
         if options.select == "dynamic":
-            wide, counts = rises.double(), exist.sum(dim=1, keepdim=True)
+            wide = rises.double()
+            counts = exist.sum(dim=1, keepdim=True)
             mean = _sum(wide, exist) / counts
             squares = _sum((wide - mean).square(), exist)
             deviation = (squares / (counts - int(options.deviation == "sample"))).sqrt()
@@ -117,6 +118,6 @@ class MaskedRows:
         return chosen | (unprocessed & (numbers < rightmost))
 
 
-def _sum(values: torch.Tensor, exist: torch.Tensor) -> torch.Tensor:
+def _sum(values: Tensor, exist: Tensor) -> Tensor:
     """Sum over those of each request that exist, ``[num_requests, 1]``."""
     return values.masked_fill(~exist, 0).sum(dim=1, keepdim=True)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from vllm.distributed import tensor_model_parallel_all_reduce
 
 from dllm_engine.cache_methods.focus.eviction import MaskedRows, OwnMasks
@@ -78,7 +79,8 @@ class FocusPass(LayerPass):
     """
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
-        self.batch, self.pages = batch, pages
+        self.batch = batch
+        self.pages = pages
         self.options = FocusOptions.of(batch.canvases[0].spec)
         self.states = [
             self._state(plan, canvas)
@@ -98,7 +100,8 @@ class FocusPass(LayerPass):
         self.tables = TokenTables(batch, pages, head_len=ends)
         self.ends = on_device(ends, batch.device, torch.int32)
         """Tokens that the rows of each request attend to before some rows leave."""
-        num_rows, self.graph_rows = batch.bounds[-1], 0
+        num_rows = batch.bounds[-1]
+        self.graph_rows = 0
         self.most_rows = batch.max_seqlen
         if (
             num_rows <= HOST_BOUND_ROWS
@@ -131,7 +134,8 @@ class FocusPass(LayerPass):
         return state
 
     def _masks(self, index: int) -> OwnMasks | None:
-        state, canvas = self.states[index], self.batch.canvases[index]
+        state = self.states[index]
+        canvas = self.batch.canvases[index]
         if state is None or self.options.select == "none":
             return None
         block = _block(self.batch.plans[index], canvas)
@@ -172,12 +176,12 @@ class FocusPass(LayerPass):
             inputs += self.masked.graph_inputs()
         return GraphParts(self.masked is not None, inputs, self.graph_rows)
 
-    def finished(self, results: Results) -> tuple[torch.Tensor, Sequence[int]] | None:
+    def finished(self, results: Results) -> tuple[Tensor, Sequence[int]] | None:
         return (results[0], self.num_finished) if results else None
 
     def __call__(
-        self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases
-    ) -> tuple[torch.Tensor, Results]:
+        self, layers: Iterable[DecoderLayer], hidden: Tensor, phases: RotaryPhases
+    ) -> tuple[Tensor, Results]:
         """The result is, where rows are dropped, whether each row went through all
         layers, bool ``[num_rows]``."""
         num_rows, positions, masked = len(hidden), phases.positions, self.masked
@@ -201,7 +205,8 @@ class FocusPass(LayerPass):
                     slots = slots.masked_fill(~stay[:, None], -1)
                 else:
                     rows, bounds = self._compact(stay)
-                    x, phases = x[rows], phases[rows]
+                    x = x[rows]
+                    phases = phases[rows]
                     q, k, v = q[rows], k[rows], v[rows]
             attended = paged_attention(
                 q,
@@ -220,36 +225,39 @@ class FocusPass(LayerPass):
             hidden[rows] = x
         return hidden, results
 
-    def _compact(self, stay: torch.Tensor) -> tuple[torch.Tensor, RowBounds]:
+    def _compact(self, stay: Tensor) -> tuple[Tensor, RowBounds]:
         """The rows that go on, and their bounds. The host waits for ``stay``."""
         rows = np.flatnonzero(stay.cpu().numpy())
         sizes = np.diff(np.searchsorted(rows, self.batch.bounds)).tolist()
         self.num_finished = sizes
-        staying, limits = on_device(rows, stay.device), self.batch.limits
+        staying = on_device(rows, stay.device)
+        limits = self.batch.limits
         limits = None if limits is None else limits[staying]
         return staying, RowBounds(sizes, stay.device, limits)
 
-    def _end_at_last(self, stay: torch.Tensor, positions: torch.Tensor) -> None:
+    def _end_at_last(self, stay: Tensor, positions: Tensor) -> None:
         """Let the rows of each request attend to nothing behind the last that goes on."""
         ends = torch.zeros_like(self.ends)
         own = torch.where(stay, positions + 1, 0).to(ends.dtype)
         requests = self.requests[: len(stay)]
         self.tables.set_lengths(ends.scatter_reduce_(0, requests, own, "amax"))
 
-    def asked(self, results: Results) -> list[torch.Tensor]:
+    def asked(self, results: Results) -> list[Tensor]:
         return [*results]
 
     def take_answers(
         self, index: int, results: Results, answers: Sequence[np.ndarray]
     ) -> int | None:
-        rows, state = self.batch.rows(index), self.states[index]
+        rows = self.batch.rows(index)
+        state = self.states[index]
         finished = self.batch.host_positions[rows]
         if results:
             finished = finished[answers[0][rows]]
         self.finished_positions[index] = finished
         canvas = self.batch.canvases[index]
         if state is not None:
-            num_filled, processed = len(canvas.last_unmasked), int(finished[-1]) + 1
+            num_filled = len(canvas.last_unmasked)
+            processed = int(finished[-1]) + 1
             canvas.own = state.after(num_filled, processed, self.options)
         return None
 
