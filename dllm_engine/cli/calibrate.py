@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     plot = plot_beside(args.output)
     questions = read_labelled(args.questions)[: args.count]
     llm = load(arguments)
-    answers = args.output.with_suffix(".answers.jsonl")
+    answers = args.output.with_suffix(".answers.json")
     measured = measure(llm.asking, llm.ask_rows, questions, answers)
     fitted = fit(questions, measured, args.seed)
     fitted.calibration.write(args.output)

@@ -48,8 +48,7 @@ _ALL = Correction(orders=MOST_ORDERS, has_prior=True)
 """Asks for all readings that a correction may need."""
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """Probabilities that a model gives the options of a labelled question."""
 
     plain: Readings
@@ -89,15 +88,8 @@ def measure(
     asking.calibration = Calibration(dict.fromkeys(KINDS, _ALL))
     settings = repr(questions), asking.way, asking.options.model_dump(mode="json")
     digest = settings_digest(settings)
-    lines = _kept(path, digest)
-    # A run that was killed may have left half a line.
-    kept = "".join(f"{line}\n" for line in (json.dumps({"digest": digest}), *lines))
-    replace_output(path, kept)
-    measured = [_measured(line) for line in lines]
-    with (
-        path.open("a", encoding="utf-8") as file,
-        tqdm(total=len(questions), initial=len(measured), leave=False) as bar,
-    ):
+    measured = _kept(path, digest)
+    with tqdm(total=len(questions), initial=len(measured), leave=False) as bar:
         while len(measured) < len(questions):
             part = questions[len(measured) : len(measured) + _AT_ONCE]
             plain = _readings(asking, ask, part)
@@ -106,8 +98,7 @@ def measure(
                 if labelled.question.kind == "choice":
                     other = Readings(*(_rotated_back(each) for each in other))
                 measured.append(Measured(own, other))
-                file.write(json.dumps([own, other]) + "\n")
-            file.flush()
+            replace_output(path, json.dumps({"digest": digest, "readings": measured}))
             bar.update(len(part))
     return measured
 
@@ -116,19 +107,17 @@ def _rotated_back(shares: list[list[float]]) -> list[list[float]]:
     return [[each[-1], *each[:-1]] for each in shares]
 
 
-def _kept(path: Path, digest: str) -> list[str]:
-    """Whole lines of readings of an earlier run; none of one with other questions or
-    settings.
-    """
+def _kept(path: Path, digest: str) -> list[Measured]:
+    """The readings of an earlier run; none of one with other questions or settings."""
     if not path.exists():
         return []
-    first, *lines = path.read_text(encoding="utf-8").split("\n")
-    return lines[:-1] if first == json.dumps({"digest": digest}) else []
-
-
-def _measured(line: str) -> Measured:
-    own, other = json.loads(line)
-    return Measured(Readings(*own), Readings(*other))
+    kept = json.loads(path.read_text(encoding="utf-8"))
+    if kept["digest"] != digest:
+        return []
+    return [
+        Measured(Readings(*plain), Readings(*rotated))
+        for plain, rotated in kept["readings"]
+    ]
 
 
 def _readings(
@@ -136,10 +125,10 @@ def _readings(
     ask: Callable[[list[Row]], Iterable[Any]],
     labelled: Sequence[LabelledQuestion],
 ) -> list[Readings]:
-    rows_of = [asking.rows(each.messages, [each.question], False) for each in labelled]
-    outputs = iter(ask([row for rows in rows_of for row in rows]))
+    asked = [asking.rows(each.messages, [each.question], False) for each in labelled]
+    outputs = iter(ask([row for rows in asked for row in rows]))
     readings = []
-    for rows in rows_of:
+    for rows in asked:
         decisions = [next(outputs).outputs[0].diffusion.decision for _ in rows]
         read, _ = readings_of(rows, decisions)
         readings.append(read.get(0, Readings([[1.0]], [[1.0]])))  # of one option

@@ -188,8 +188,9 @@ def test_commands_score_and_calibrate(demo, tmp_path, monkeypatch, capsys):
     assert "CALIBRATION ERROR" in printed
     assert json.loads(output.read_text()).keys() <= {"choice"}
     assert output.with_suffix(".png").exists()
-    kept = output.with_suffix(".answers.jsonl").read_text().splitlines()
-    assert len(kept) == 21
+    answers = output.with_suffix(".answers.json")
+    kept = json.loads(answers.read_text())
+    assert len(kept["readings"]) == 20
     monkeypatch.setattr(evaluate, "load", lambda arguments: demo)
     scores = tmp_path / "scores.json"
     monkeypatch.setattr(demo.llm_engine.engine_core, "shutdown", lambda: None)
@@ -197,13 +198,12 @@ def test_commands_score_and_calibrate(demo, tmp_path, monkeypatch, capsys):
     (row,) = json.loads(scores.read_text())["rows"]
     assert row["result"]["score"] == pytest.approx(16 / 20)
     assert row["result"]["details"].keys() >= {"brier", "calibration_error"}
-    # It goes on from what it has, after half a line, also where it was ended before that.
-    torn = "\n".join(kept[:8]) + "\n" + kept[8][:30]
-    answers = output.with_suffix(".answers.jsonl")
-    answers.write_text(torn)
+    # It goes on from what it has.
+    part = json.dumps(kept | {"readings": kept["readings"][:8]})
+    answers.write_text(part)
     with monkeypatch.context() as interrupted:
         interrupted.setattr(Path, "replace", Mock(side_effect=KeyboardInterrupt))
         assert main(command) != 0
-    assert answers.read_text() == torn
+    assert answers.read_text() == part
     assert main(command) == 0
-    assert answers.read_text().splitlines() == kept
+    assert json.loads(answers.read_text()) == kept

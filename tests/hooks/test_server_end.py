@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
-from dllm_engine.vllm_hooks.server import error_forms
-from dllm_engine.vllm_hooks.server.error_forms import AnthropicErrors, RefusalLog
+from dllm_engine.vllm_hooks.server import open_requests
+from dllm_engine.vllm_hooks.server.error_forms import AnthropicErrors
 from dllm_engine.vllm_hooks.server.open_requests import Answers, OpenRequests
 from dllm_engine.vllm_hooks.server.stop import (
     EngineDied,
@@ -119,7 +119,6 @@ def answers(paths, error=None, *, later=()):
         requests = app.state.open_requests = OpenRequests()
         app.add_middleware(Answers, requests=requests)
         app.add_middleware(AnthropicErrors)
-        app.add_middleware(RefusalLog)
         answered = [Answered(app, path) for path in paths]
         await asyncio.sleep(0.05)
         if error is not None:
@@ -248,7 +247,7 @@ def test_who_reads_the_address_in_the_log_may_connect(monkeypatch, tmp_path):
 def test_the_log_says_why_a_client_is_refused(monkeypatch, route, line):
     lines = []
     monkeypatch.setattr(
-        error_forms.logger, "info", lambda text, *args: lines.append(text % args)
+        open_requests.logger, "info", lambda text, *args: lines.append(text % args)
     )
     answers([route], ServerStopping() if line is None else None)
     assert lines == ([] if line is None else [line])

@@ -18,7 +18,6 @@ from dllm_engine.vllm_hooks.patch import Original
 from dllm_engine.vllm_hooks.server.bodies import BodyCheck
 from dllm_engine.vllm_hooks.server.error_forms import (
     AnthropicErrors,
-    RefusalLog,
     is_failure,
 )
 from dllm_engine.vllm_hooks.server.open_requests import Answers, OpenRequests
@@ -51,7 +50,6 @@ def extend_app(
     app.state.open_requests = OpenRequests()
     app.add_middleware(Answers, requests=app.state.open_requests)
     app.add_middleware(AnthropicErrors)
-    app.add_middleware(RefusalLog)
     logging.getLogger(anthropic.__name__).addFilter(is_failure)
     from dllm_engine.editors import routes as editors
 

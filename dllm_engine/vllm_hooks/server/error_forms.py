@@ -7,14 +7,10 @@ import json
 import logging
 from typing import Any
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dllm_engine.vllm_hooks.server.whole_response import rewrite_json
 
-logger = logging.getLogger(f"vllm.{__name__}")
-
-_MOST_CHARACTERS = 400
-"""Length of a reason in the log."""
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -87,30 +83,7 @@ class AnthropicErrors:
         )
 
 
-class RefusalLog:
-    """ASGI middleware that logs what a client is told when it is refused."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        status = 200
-        body = b""
-
-        async def read_along(message: Message) -> None:
-            nonlocal status, body
-            status = message.get("status", status)
-            if 400 <= status < 500:
-                body += message.get("body", b"")
-            await send(message)
-
-        await self.app(scope, receive, read_along)
-        if body:
-            reason = _message_of(body)[:_MOST_CHARACTERS]
-            logger.info("refused %s: %d: %s", scope["path"], status, reason)
-
-
-def _message_of(body: bytes) -> str:
+def message_of(body: bytes) -> str:
     """The text of an error in OpenAI's, Anthropic's, Ollama's or FastAPI's form."""
     try:
         stated = json.loads(body)
@@ -123,7 +96,7 @@ def _message_of(body: bytes) -> str:
 
 def is_failure(record: logging.LogRecord) -> bool:
     """Logging filter. vLLM logs each refusal of ``/v1/messages`` with a traceback, as
-    if the server had failed; ``RefusalLog`` has a line of it.
+    if the server had failed; ``Answer`` logs a line of it.
     """
     from vllm.entrypoints.serve.exception_handling.error_response import (
         create_error_response,

@@ -21,7 +21,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from dllm_engine.figures import ErrorReason
 from dllm_engine.infill.http import Filling
-from dllm_engine.vllm_hooks.server.error_forms import last_events, route_of
+from dllm_engine.vllm_hooks.server.error_forms import last_events, message_of, route_of
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -37,13 +37,17 @@ engine starts, vLLM forgets metrics whose names begin with its own.
 """
 for status in ("400", "500", "503"):
     HTTP_ERRORS.labels(status)  # from 0 on: ``rate`` does not see a series begin
+_MOST_CHARACTERS = 400
+"""Length of a reason in the log."""
 _NUMBER = re.compile(rb'"sequence_number": ?([0-9]+)')
 
 
 class OpenRequest:
-    """One request that is being answered."""
+    """One request that is being answered: over HTTP in a ``task``, or of a file. Over
+    HTTP the middleware writes its errors: vLLM has no form of them for some routes, and
+    does not stop what waits for anything but the engine."""
 
-    def __init__(self, route: str) -> None:
+    def __init__(self, route: str, task: "asyncio.Task[Any] | None" = None) -> None:
         self.route = route
         self.name = os.urandom(8)
         """Its prompts and its ``n`` responses take turns with other requests."""
@@ -60,6 +64,9 @@ class OpenRequest:
         """For the answer."""
         self.latest: list[tuple[Any, Any] | None] = []
         """Per prompt, its parameters and the last output."""
+        self.error: Exception | None = None
+        """The error that ended it."""
+        self._tasks = set() if task is None else {task}
 
     def outputs(
         self, outputs: AsyncGenerator[Any, None], params: Any
@@ -72,54 +79,33 @@ class OpenRequest:
     async def _noted(
         self, outputs: AsyncGenerator[Any, None], params: Any, place: int
     ) -> AsyncGenerator[Any, None]:
-        async with aclosing(outputs):
-            async for output in outputs:
-                if (error := _failure(output)) is not None:
-                    self.fail(error)
-                self.latest[place] = params, output
-                yield output
-
-    def fail(self, error: Exception) -> NoReturn:
-        """End the request with an error of its own."""
-        raise error
-
-
-class OpenHTTPRequest(OpenRequest):
-    """An open request over HTTP. The middleware writes its errors: vLLM has no form of
-    them for some routes, and does not stop what waits for anything but the engine.
-    """
-
-    def __init__(self, route: str, task: "asyncio.Task[Any]") -> None:
-        super().__init__(route)
-        self.error: Exception | None = None
-        """The error that ended it."""
-        self._tasks = {task}
-
-    def end(self, error: Exception) -> None:
-        if self.error is None:
-            self.error = error
-        for task in self._tasks:
-            task.cancel()
-
-    def fail(self, error: Exception) -> NoReturn:
-        self.end(error)
-        raise asyncio.CancelledError
-
-    async def _noted(
-        self, outputs: AsyncGenerator[Any, None], params: Any, place: int
-    ) -> AsyncGenerator[Any, None]:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)  # vLLM answers in a task of its own
+        if self._tasks and (task := asyncio.current_task()) is not None:
+            self._tasks.add(task)  # vLLM answers in a task of its own
         try:
-            async with aclosing(super()._noted(outputs, params, place)) as noted:
-                async for output in noted:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    if (error := _failure(output)) is not None:
+                        self._fail(error)
+                    self.latest[place] = params, output
                     yield output
         except EngineDeadError:
             if self.error is None:
                 raise
             # Its client has been told why; vLLM would log a traceback.
             raise asyncio.CancelledError from None
+
+    def _fail(self, error: Exception) -> NoReturn:
+        if not self._tasks:
+            raise error
+        self.end(error)
+        raise asyncio.CancelledError
+
+    def end(self, error: Exception) -> None:
+        """End a request over HTTP with an error, unless it has one."""
+        if self.error is None:
+            self.error = error
+        for task in self._tasks:
+            task.cancel()
 
 
 open_request: ContextVar[OpenRequest | None] = ContextVar("open_request", default=None)
@@ -146,10 +132,10 @@ class OpenRequests:
 
     def __init__(self) -> None:
         self.error: Exception | None = None
-        self._requests: dict[asyncio.Task[Any], OpenHTTPRequest] = {}
+        self._requests: dict[asyncio.Task[Any], OpenRequest] = {}
 
-    def begin(self, route: str, task: "asyncio.Task[Any]") -> OpenHTTPRequest:
-        request = self._requests[task] = OpenHTTPRequest(route, task)
+    def begin(self, route: str, task: "asyncio.Task[Any]") -> OpenRequest:
+        request = self._requests[task] = OpenRequest(route, task)
         request.error = self.error
         return request
 
@@ -221,12 +207,14 @@ class Answer:
     """Progress of sending one response."""
 
     def __init__(
-        self, send: Send, request: OpenHTTPRequest, requests: OpenRequests
+        self, send: Send, request: OpenRequest, requests: OpenRequests
     ) -> None:
         self._send = send
         self._request = request
         self._requests = requests
         self._headers: Headers | None = None
+        self._status = 0
+        self._refusal = b""
         self._last_part = b""
         self._is_replaced = False
         self.is_complete = False
@@ -248,17 +236,24 @@ class Answer:
         if message["type"] == "http.response.start":
             headers = MutableHeaders(scope=message)
             headers.update(self._request.headers)
-            if message["status"] >= HTTPStatus.BAD_REQUEST:
-                HTTP_ERRORS.labels(message["status"]).inc()
-            if message["status"] == HTTPStatus.SERVICE_UNAVAILABLE:
+            self._status = message["status"]
+            if self._status >= HTTPStatus.BAD_REQUEST:
+                HTTP_ERRORS.labels(self._status).inc()
+            if self._status == HTTPStatus.SERVICE_UNAVAILABLE:
                 headers.setdefault("retry-after", RETRY_AFTER)
             if self._requests.error is not None:
                 headers["connection"] = "close"  # it would break with the server's end
             self._headers = headers
-        self._last_part = message.get("body", b"") or self._last_part
+        body = message.get("body", b"")
+        self._last_part = body or self._last_part
+        if 400 <= self._status < 500:
+            self._refusal += body
         self.is_complete = message["type"] == "http.response.body" and not message.get(
             "more_body", False
         )
+        if self.is_complete and self._refusal:
+            why = message_of(self._refusal)[:_MOST_CHARACTERS]
+            logger.info("refused %s: %d: %s", self._request.route, self._status, why)
         await self._send(message)
 
     async def end(self, error: Exception, scope: Scope, receive: Receive) -> None:

@@ -5,6 +5,13 @@ decisions, and lengths that it leaves open.
 from typing import Any
 
 from vllm import envs
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    BatchChatCompletionRequest,
+    ChatCompletionRequest,
+)
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
 from dllm_engine.admission import open_length_rule
 from dllm_engine.decisions.http import settle_decision
@@ -20,25 +27,16 @@ from dllm_engine.vllm_hooks.server.open_requests import OpenRequest
 CHATS, BATCH = "/v1/chat/completions", "/v1/chat/completions/batch"
 RESPONSES = "/v1/responses"
 COMPLETIONS, MESSAGES = "/v1/completions", "/v1/messages"
-_SERVING = {
-    CHATS: "openai_serving_chat",
-    BATCH: "openai_serving_chat_batch",
-    COMPLETIONS: "openai_serving_completion",
-    MESSAGES: "anthropic_serving_messages",
-    RESPONSES: "openai_serving_responses",
+_ROUTES: dict[str, tuple[str, Any]] = {
+    CHATS: ("openai_serving_chat", ChatCompletionRequest),
+    BATCH: ("openai_serving_chat_batch", BatchChatCompletionRequest),
+    COMPLETIONS: ("openai_serving_completion", CompletionRequest),
+    MESSAGES: ("anthropic_serving_messages", AnthropicMessagesRequest),
+    RESPONSES: ("openai_serving_responses", ResponsesRequest),
 }
-"""By route, the attribute of an application's state that answers it."""
-_SETTLED = (
-    "vllm_xargs",
-    "suffix",
-    "response_format",
-    "temperature",
-    "top_logprobs",
-    *LENGTHS,
-    "prompt",
-    "n",
-)
-"""Fields that ``settle`` may change."""
+"""By route, the attribute of an application's state that answers it, and vLLM's class
+of its bodies.
+"""
 _NUMBERS = {"max_tokens", "n"}
 """Fields that may be texts of numbers."""
 
@@ -51,9 +49,11 @@ async def settled_fields(
     """
     if route == "/invocations":  # of SageMaker, for bodies of two routes
         route = CHATS if "messages" in fields else COMPLETIONS
-    if route not in _SERVING:
+    name, request_class = _ROUTES.get(route, ("", None))
+    serving = getattr(state, name, None)
+    if serving is None:  # or vLLM does not answer the route
         return fields
-    check_place(fields.keys() - _request_class(route).model_fields.keys())
+    check_place(fields.keys() - request_class.model_fields.keys())
     if not isinstance(fields.get("vllm_xargs") or {}, dict):
         raise InvalidRequestError("vllm_xargs is no object; give request options in it")
     _check_num_responses(fields)
@@ -74,18 +74,26 @@ async def settled_fields(
     if route == COMPLETIONS and fields.get("max_tokens") == -1:
         fields = {**fields, "max_tokens": None}  # no limit
     if route == COMPLETIONS and is_at_cursor(fields):
-        serving = getattr(state, _SERVING[route])
         # An empty prompt can be completed, which vLLM refuses.
-        request = _read({**fields, "prompt": "a"}, route)
+        request = _read({**fields, "prompt": "a"}, request_class)
         if request is None:
             return fields
         numbers = {name: getattr(request, name) for name in fields.keys() & _NUMBERS}
         fields = {**fields, **numbers}
         fields = await settle_completion(fields, serving, asked)
     _check_draws(fields, state)
-    if _names_more(fields):
-        serving = getattr(state, _SERVING[route])
-        fields = await _settled(fields, route, serving, asked)
+    if (request := _read(fields, request_class)) is None:
+        return fields
+    if route == COMPLETIONS and fields.get("max_tokens") is None:
+        request.max_tokens = None  # not OpenAI's default
+    before = _values(request)
+    await settle(request, serving, asked)
+    changed = {
+        name: value
+        for name, value in _values(request).items()
+        if value is not before.get(name)
+    }
+    fields = fields | changed if changed else fields
     if route == MESSAGES and isinstance(length := fields.get("max_tokens"), int):
         longest = state.vllm_config.model_config.max_model_len
         fields = {**fields, "max_tokens": min(length, longest)}
@@ -115,62 +123,17 @@ def _without_limit(
     return {name: value for name, value in fields.items() if name not in LENGTHS}
 
 
-def _names_more(fields: dict[str, Any]) -> bool:
-    names = ("vllm_xargs", "suffix", "echo", "use_beam_search")
-    has_probabilities = fields.get("response_format") and fields.get("logprobs")
-    return bool(has_probabilities) or any(
-        fields.get(name) not in (None, False) for name in names
-    )
-
-
-async def _settled(
-    fields: dict[str, Any], route: str, serving: Any, asked: OpenRequest
-) -> dict[str, Any]:
-    request = _read(fields, route)
-    if request is None:
-        return fields
-    if route == COMPLETIONS and fields.get("max_tokens") is None:
-        request.max_tokens = None  # not OpenAI's default
-    before = _values(request)
-    await settle(request, serving, asked)
-    changed = {
-        name: value
-        for name, value in _values(request).items()
-        if value is not before.get(name)
-    }
-    return fields | changed
-
-
-def _read(fields: dict[str, Any], route: str) -> Any:
+def _read(fields: dict[str, Any], request_class: Any) -> Any:
     """The request object of a body; None where vLLM will say what is wrong."""
     try:
-        return _request_class(route).model_validate(fields)
+        return request_class.model_validate(fields)
     except Exception:
         return None
 
 
 def _values(request: Any) -> dict[str, Any]:
-    """Values of the fields in ``_SETTLED``. Some classes do not declare ``vllm_xargs``."""
-    values = vars(request) | (request.model_extra or {})
-    return {name: values[name] for name in _SETTLED if name in values}
-
-
-def _request_class(route: str) -> Any:
-    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
-    from vllm.entrypoints.openai.chat_completion.protocol import (
-        BatchChatCompletionRequest,
-        ChatCompletionRequest,
-    )
-    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-
-    classes = {
-        CHATS: ChatCompletionRequest,
-        BATCH: BatchChatCompletionRequest,
-        COMPLETIONS: CompletionRequest,
-        MESSAGES: AnthropicMessagesRequest,
-    }
-    return classes.get(route, ResponsesRequest)
+    """Values of all fields. Some classes do not declare ``vllm_xargs``."""
+    return vars(request) | (request.model_extra or {})
 
 
 async def settle(request: Any, serving: Any, asked: OpenRequest) -> None:
@@ -185,7 +148,7 @@ async def settle(request: Any, serving: Any, asked: OpenRequest) -> None:
         request.top_logprobs = None  # which vLLM would take for those of the prompt
     await settle_template(request, serving, asked)
     await settle_decision(request, serving)
-    xargs = request.vllm_xargs or {}
+    xargs = getattr(request, "vllm_xargs", None) or {}
     asked.carried = {name: x for name, x in xargs.items() if isinstance(x, bytes)}
     if asked.carried:
         request.vllm_xargs = {
