@@ -9,7 +9,6 @@ tables, choosing what is retained, and everything around the model are not in it
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,22 +36,6 @@ class PassShape:
     head_rows: int
     """Masked rows that go through the head, of all requests together."""
 
-    @classmethod
-    def of_plans(
-        cls,
-        plans: Sequence[StepPlan],
-        rows: Sequence[int],
-        canvases: Sequence[int],
-        head_rows: int,
-        blocks: Sequence[int | None] | None = None,
-    ) -> "PassShape":
-        """``rows`` and ``canvases``: per plan, the rows that a layer computes on
-        average, and the length of the canvas without what a pass of the window leaves
-        out behind it. ``blocks``: the length of the blocks that attention goes by, if
-        it does."""
-        keys = map(attended_keys, plans, rows, canvases, blocks or [None] * len(plans))
-        return cls(tuple(sorted(zip(rows, keys, strict=True))), head_rows)
-
     @property
     def num_rows(self) -> int:
         return sum(rows for rows, _ in self.requests)
@@ -62,8 +45,8 @@ def attended_keys(
     plan: StepPlan, rows: int, canvas_length: int, block_length: int | None = None
 ) -> int:
     """Tokens that each row of a step attends to; where attention goes by blocks, a mean
-    over the rows.
-    """
+    over the rows. ``canvas_length``: without what a pass of the window leaves out behind
+    it."""
     if block_length is not None:
         num_blocks = -(-rows // block_length)
         return plan.read + (num_blocks + 1) * block_length // 2

@@ -81,20 +81,13 @@ def main() -> None:
 
 def cut_answers(tokenizer: Any, count: int, draw: random.Random) -> list[Cut]:
     """Answers of the demo model's tasks, behind their prompts."""
-    examples = [
-        example
-        for task in TASKS
-        for example in make_examples(task, -(-count // len(TASKS)), seed=7)
-    ]
-    return [
-        cut(
-            prompt_tokens(example.prompt, tokenizer),
-            tokenizer.encode(f" {example.answer}", add_special_tokens=False),
-            [],
-            draw,
-        )
-        for example in examples[:count]
-    ]
+    cuts = []
+    for task in TASKS:
+        for example in make_examples(task, -(-count // len(TASKS)), seed=7):
+            prompt = prompt_tokens(example.prompt, tokenizer)
+            answer = tokenizer.encode(f" {example.answer}", add_special_tokens=False)
+            cuts.append(cut(prompt, answer, [], draw))
+    return cuts[:count]
 
 
 def cut_lines(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
 
-from floor import PassShape
+from floor import PassShape, attended_keys
 from timing import timed, watched
 
 from dllm_engine import LLM
@@ -76,28 +76,21 @@ def _observed(
     """A pass, given how many tokens the window of each request had masked; lowers these
     by what the plans unmask.
     """
-    head_rows = 0
-    for request_id, plan in zip(batch.request_ids, batch.plans, strict=True):
+    requests, head_rows = [], 0
+    for i, plan in enumerate(batch.plans):
+        request_id, layout = batch.request_ids[i], batch.canvases[i].spec.layout
         left = masked.get(request_id, plan.window.size)
         head_rows += min(left, plan.quota.candidates.size)
         masked[request_id] = left - min(left, plan.quota.count)
-    rows = [
-        layer_pass.rows_computed(i, batch.sizes[i], results)
-        for i in range(len(batch.plans))
-    ]
-    specs = [canvas.spec for canvas in batch.canvases]
-    canvases = [
-        spec.layout.visible(plan.window).size
-        for spec, plan in zip(specs, batch.plans, strict=True)
-    ]
-    blocks = [
-        spec.layout.block_length if spec.layout.is_block_causal else None
-        for spec in specs
-    ]
-    return ObservedPass(
-        list(batch.plans),
-        PassShape.of_plans(batch.plans, rows, canvases, head_rows, blocks),
-    )
+        rows = layer_pass.rows_computed(i, batch.sizes[i], results)
+        keys = attended_keys(
+            plan,
+            rows,
+            layout.visible(plan.window).size,
+            layout.block_length if layout.is_block_causal else None,
+        )
+        requests.append((rows, keys))
+    return ObservedPass(batch.plans, PassShape(tuple(sorted(requests)), head_rows))
 
 
 class InnerTimes(NamedTuple):

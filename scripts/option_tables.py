@@ -4,6 +4,7 @@ anew: every option, every table of a paper and every model, as the code has them
 
 import inspect
 import re
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from dllm_engine.text import readable_size
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = {DOCS / "reference.md": 5, DOCS / "papers.md": 1, DOCS / "models.md": 3}
 """Pages with their number of tables."""
-HEAD = ("| option | values | default | meaning |", "|---|---|---|---|")
+HEAD = "option", "values", "default", "meaning"
 # Fields that the engine fills in itself.
 INTERNAL = {"guide_shape"}
 OTHERS = {name for name in PARALLEL_OPTIONS if name not in PARALLEL_RULES.own}
@@ -46,10 +47,10 @@ NAMES = {
 
 def written(page: str) -> str:
     """A page with its tables made anew."""
-    tables = {
+    tables: dict[str, Callable[[], list[str]]] = {
         "request": request_table,
         "slow_fast": slow_fast_table,
-        "engine": lambda: [*HEAD, *rows(EngineOptions)],
+        "engine": lambda: table(HEAD, rows(EngineOptions)),
         "cache": cache_tables,
         "checkpoints": checkpoint_table,
         "papers": paper_tables,
@@ -64,6 +65,16 @@ def written(page: str) -> str:
         page,
         flags=re.DOTALL,
     )
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of a table in Markdown."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
+    return [lines[0], "|---" * len(head) + "|", *lines[1:]]
+
+
+def quoted(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def request_table() -> list[str]:
@@ -99,43 +110,26 @@ def request_table() -> list[str]:
         }
     }
     schemas |= RequestOptions.model_json_schema()["properties"]
-    assert all(
-        getattr(DiffusionParams(), name) is None
-        for name in schemas
-        if name not in ("top_p", "top_k")
-    )
-    return [
-        *HEAD,
-        *(
+    return table(
+        HEAD,
+        [
             row(name, schema, defaults.get(name, "off"))
             for name, schema in schemas.items()
             if name not in OTHERS
-        ),
-    ]
+        ],
+    )
 
 
 def slow_fast_table() -> list[str]:
-    schemas, others = (
-        SlowFast.model_json_schema()["properties"],
-        [f for f in FAMILIES.values() if f.slow_fast],
-    )
-
-    def default(name: str) -> str:
-        return ", ".join(
-            [
-                str(schemas[name]["default"]),
-                *(
-                    f"{f.name} {f.slow_fast[name]}"
-                    for f in others
-                    if name in f.slow_fast
-                ),
-            ]
-        )
-
-    return [
-        *HEAD,
-        *(row(name, schema, default(name)) for name, schema in schemas.items()),
-    ]
+    lines = []
+    for name, schema in SlowFast.model_json_schema()["properties"].items():
+        own = [
+            f"{family.name} {family.slow_fast[name]}"
+            for family in FAMILIES.values()
+            if name in family.slow_fast
+        ]
+        lines.append(row(name, schema, ", ".join([str(schema["default"]), *own])))
+    return table(HEAD, lines)
 
 
 def cache_tables() -> list[str]:
@@ -143,7 +137,7 @@ def cache_tables() -> list[str]:
     for name in CACHE_METHODS.own:
         method = CACHE_METHODS[name]
         if method.options.model_fields:
-            lines += [f"### `{name}`", *HEAD, *rows(method.options), ""]
+            lines += [f"### `{name}`", *table(HEAD, rows(method.options)), ""]
     return lines[:-1]
 
 
@@ -151,7 +145,7 @@ def checkpoint_table() -> list[str]:
     """A row per released checkpoint, a column per cache method that has settings of its
     own for some of them.
     """
-    found = {
+    settings = {
         checkpoint: {
             name: CACHE_METHODS[name].settings_for(checkpoint, family)[1]
             for name in CACHE_METHODS.own
@@ -162,21 +156,17 @@ def checkpoint_table() -> list[str]:
     methods = [
         method
         for method in CACHE_METHODS.own
-        if any(settings[method] for settings in found.values())
+        if any(each[method] for each in settings.values())
     ]
-    lines = [
-        f"| checkpoint | {' | '.join(f'`{method}`' for method in methods)} |",
-        "|---" * (len(methods) + 1) + "|",
-    ]
-    for checkpoint, settings in found.items():
-        if not any(settings.values()):
-            continue
+    lines = []
+    for checkpoint, by_method in settings.items():
         cells = [
-            ", ".join(f"`{name}` {value}" for name, value in settings[method].items())
+            ", ".join(f"`{name}` {value}" for name, value in by_method[method].items())
             for method in methods
         ]
-        lines.append(f"| {checkpoint} | {' | '.join(cells)} |")
-    return lines
+        if any(cells):
+            lines.append([checkpoint, *cells])
+    return table(["checkpoint", *(f"`{method}`" for method in methods)], lines)
 
 
 ATTENTION = {
@@ -188,29 +178,25 @@ ATTENTION = {
 
 
 def family_table() -> list[str]:
-    lines = ["| family | checkpoints | a position attends to |", "|---|---|---|"]
+    lines = []
     for family in FAMILIES.values():
-        kinds = {
-            kind: ATTENTION[facts.get("attention", family.attention)]
+        attention = "; ".join(
+            f"`{kind}`: {ATTENTION[facts.get('attention', family.attention)]}"
             for kind, facts in family.kinds.items()
-        }
-        attention = "; ".join(f"`{kind}`: {words}" for kind, words in kinds.items())
-        checkpoints = ", ".join(f"`{name}`" for name in family.checkpoints)
+        )
         words = attention or ATTENTION[family.attention]
-        lines.append(f"| {family.name} | {checkpoints} | {words} |")
-    return lines
+        lines.append([family.name, quoted(family.checkpoints), words])
+    return table(["family", "checkpoints", "a position attends to"], lines)
 
 
 def shape_table() -> list[str]:
-    lines = ["| shape | weights | checkpoints |", "|---|---|---|"]
     sizes = {name: weight_bytes(load_config(name), 1, 2) for name in SHAPES}
+    lines = []
     for name in sorted(sizes, key=lambda name: sizes[name]):
         family, shape = SHAPES[name]
-        checkpoints = ", ".join(
-            f"`{checkpoint}`" for checkpoint in shape.checkpoints or family.checkpoints
-        )
-        lines.append(f"| `{name}` | {readable_size(sizes[name])} | {checkpoints} |")
-    return lines
+        checkpoints = quoted(shape.checkpoints or family.checkpoints)
+        lines.append([f"`{name}`", readable_size(sizes[name]), checkpoints])
+    return table(["shape", "weights", "checkpoints"], lines)
 
 
 def not_served_table() -> list[str]:
@@ -224,55 +210,44 @@ def not_served_table() -> list[str]:
 
 
 def paper_tables() -> list[str]:
+    head = "`--paper-table`", "compares", "models", "missing, or not as in the paper"
     lines = []
     for paper, title in PAPERS.items():
-        lines += [
-            f"## {title}",
-            "| `--paper-table` | compares | models | missing, or not as in the paper |",
-            HEAD[1],
+        cells = [
+            (
+                f"`{key}`"
+                if each["benchmarks"]
+                else each["name"].replace("-", " ").capitalize(),
+                each["about"],
+                each.get("models", "–"),
+                each.get("without", "–"),
+            )
+            for key, each in PAPER_TABLES.items()
+            if each["paper"] == paper
         ]
-        for key, table in PAPER_TABLES.items():
-            if table["paper"] == paper:
-                name = (
-                    f"`{key}`"
-                    if table["benchmarks"]
-                    else table["name"].replace("-", " ").capitalize()
-                )
-                cells = (
-                    name,
-                    table["about"],
-                    table.get("models", "–"),
-                    table.get("without", "–"),
-                )
-                lines.append(f"| {' | '.join(cells)} |")
-        lines.append("")
+        lines += [f"## {title}", *table(head, cells), ""]
     return lines[:-1]
 
 
-def rows(options: type[BaseModel]) -> list[str]:
+def rows(options: type[BaseModel]) -> list[list[str]]:
     schemas = options.model_json_schema()["properties"]
     return [
         row(name, schema) for name, schema in schemas.items() if name not in INTERNAL
     ]
 
 
-def row(name: str, schema: dict[str, Any], default: object = None) -> str:
+def row(name: str, schema: dict[str, Any], default: object = None) -> list[str]:
     """``default`` is shown as it is; None stands for that of the schema, which then may
     allow None as a value.
     """
-    values = (
-        ", ".join(f"`{value}`" for value in NAMES[name])
-        if name in NAMES
-        else allowed(schema)
-    )
+    values = quoted(NAMES[name]) if name in NAMES else allowed(schema)
     if default is None:
         default = f"`{schema['default']!r}`"
     else:
         values = values.removesuffix(" or None")
-    meaning = (
-        " ".join(schema["description"].split()).replace("``", "`").replace("|", "\\|")
-    )
-    return f"| `{name}` | {values} | {default} | {meaning} |"
+    meaning = " ".join(schema["description"].split())
+    meaning = meaning.replace("``", "`").replace("|", "\\|")
+    return [f"`{name}`", values, str(default), meaning]
 
 
 if __name__ == "__main__":

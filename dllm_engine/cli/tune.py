@@ -7,7 +7,6 @@ where it stopped.
 """
 
 import argparse
-import hashlib
 import shlex
 from pathlib import Path
 from typing import Any
@@ -114,10 +113,8 @@ def run(args: argparse.Namespace) -> int:
             f"settings are compared on one file or demo task; leave out "
             f"{others[0].name}"
         )
-    digest = hashlib.sha256(repr(tasks).encode()).hexdigest()[:16]
     subject = {
-        "model": args.model,
-        "tasks_digest": digest,
+        **{name: getattr(args, name) for name in ("model", "tasks", "count", "match")},
         "decoding": decoding,
         "engine": engine,
     }

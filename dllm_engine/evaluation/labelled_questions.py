@@ -4,6 +4,7 @@ probabilities say so.
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,8 @@ class LabelledQuestion:
 
 def is_labelled(path: Path) -> bool:
     """Return True for a file of labelled questions, by its first line."""
-    for line in read_input(path)[:1]:
-        try:
-            return KEY in json.loads(line.text)
-        except (ValueError, TypeError):
-            return False
+    with suppress(IndexError, ValueError, TypeError):
+        return KEY in json.loads(read_input(path)[0].text)
     return False
 
 
@@ -105,8 +103,7 @@ class Scores:
 
     @property
     def calibration_error(self) -> float:
-        differences = [size * abs(mean - share) for mean, share, size in self.bins]
-        return sum(differences) / len(self.right)
+        return calibration_error(self.bins)
 
 
 def scores_of(shares: Sequence[np.ndarray], answers: Sequence[int]) -> Scores:
@@ -126,14 +123,19 @@ def reliability(
     probabilities: Sequence[float], scores: Sequence[float]
 ) -> list[tuple[float, float, int]]:
     """Mean probability, share of right values, and number of values, of each tenth of
-    probability that has any. The mean of their differences, weighted by the numbers, is
-    the expected calibration error."""
+    probability that has any."""
     pairs = np.column_stack((probabilities, scores))
     numbers = np.minimum(pairs[:, 0] * 10, 9).astype(int)
     bins = (pairs[numbers == number] for number in np.unique(numbers))
     return [
         (each[:, 0].mean().item(), each[:, 1].mean().item(), len(each)) for each in bins
     ]
+
+
+def calibration_error(bins: Sequence[tuple[float, float, int]]) -> float:
+    """The expected calibration error: the mean difference in ``bins``."""
+    means, shares, sizes = zip(*bins, strict=True)
+    return float(np.average(np.abs(np.subtract(means, shares)), weights=sizes))
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from dllm_engine.evaluation.intents import INTENTS, read_intents
 from dllm_engine.evaluation.labelled_questions import (
     LabelledQuestion,
     QuestionTask,
+    calibration_error,
     is_labelled,
     read_labelled,
     reliability,
@@ -228,11 +229,8 @@ class DecisionTask(Task):
         tokenizer = engine.llm.get_tokenizer()
         config = engine.llm.llm_engine.vllm_config
         passes = decoding.get("passes")
-        others = {
-            name: value
-            for name, value in decoding.items()
-            if name not in ("passes", "gen_length", "seed")
-        }
+        unused = ("passes", "gen_length", "seed")
+        others = {k: value for k, value in decoding.items() if k not in unused}
         if passes is not None and others:
             raise ValueError(
                 f"{min(others)}: a decision commits whole fields; leave it out beside "
@@ -255,27 +253,19 @@ class DecisionTask(Task):
             for question in self.questions
         ]
         completions, _ = engine.complete(asked)
-        pairs = zip(completions, self.questions, strict=True)
-        scores = [
-            score
-            for completion, question in pairs
-            for score in question.scores(completion.text)
-        ]
+        scores: list[float] = []
+        for completion, question in zip(completions, self.questions, strict=True):
+            scores += question.scores(completion.text)
         details: dict[str, Any] = {"scores": scores}
         if passes is not None:
-            decisions = (completion.diffusion.decision for completion in completions)
-            bins = reliability(
-                [
-                    field["probability"]
-                    for fields in decisions
-                    for field in fields.values()
-                ],
-                scores,
-            )
-            error = sum(size * abs(mean - share) for mean, share, size in bins) / len(
-                scores
-            )
-            details |= {"calibration_error": error, "reliability": bins}
+            chosen = [
+                field["probability"]
+                for completion in completions
+                for field in completion.diffusion.decision.values()
+            ]
+            bins = reliability(chosen, scores)
+            details["calibration_error"] = calibration_error(bins)
+            details["reliability"] = bins
         return Result("fields", *mean_and_error(scores), len(scores), details)
 
 

@@ -163,6 +163,16 @@ class Batch(NamedTuple):
     is_decided: Tensor
 
 
+def _sample(
+    prompt: list[int], answer: list[int], is_decided: list[bool], *, is_recall: bool
+) -> Sample:
+    """The sample of a canvas as long as ``is_decided``."""
+    answer_end = len(prompt) + len(answer) + 1
+    tail = [EOS] * (len(is_decided) - len(prompt) - len(answer))
+    tokens = prompt + answer + tail
+    return Sample(tokens, len(prompt), answer_end, is_recall, is_decided)
+
+
 class SampleStream:
     """Endless training batches of equal canvas length, in an order fixed
     by the seed.
@@ -213,14 +223,11 @@ class SampleStream:
         prompt_tokens = self._prompt_tokens(prompt)
         answer_end = len(prompt_tokens) + len(response) + 1
         if rng.random() < DECIDED_SHARE:
-            length = answer_end
             is_decided = [False] * len(prompt_tokens) + is_answer + [False]
         else:
             length = _rounded(max(len(prompt_tokens) + GEN_LENGTH, answer_end))
             is_decided = [False] * length
-        tail = [EOS] * (length - len(prompt_tokens) - len(response))
-        tokens = prompt_tokens + response + tail
-        return Sample(tokens, len(prompt_tokens), answer_end, True, is_decided)
+        return _sample(prompt_tokens, response, is_decided, is_recall=True)
 
     def _draw_task(self) -> Sample:
         rng = self._rng
@@ -238,15 +245,8 @@ class SampleStream:
         answer = self.tokenizer.encode(" " + example.answer).ids
         is_long = rng.random() < self.mix.long_responses
         response_length = rng.choice((2, 4)) * GEN_LENGTH if is_long else GEN_LENGTH
-        length = _rounded(len(prompt) + response_length)
-        tail = [EOS] * (length - len(prompt) - len(answer))
-        return Sample(
-            prompt + answer + tail,
-            len(prompt),
-            len(prompt) + len(answer) + 1,
-            task in RECALL_TASKS,
-            [False] * length,
-        )
+        is_decided = [False] * _rounded(len(prompt) + response_length)
+        return _sample(prompt, answer, is_decided, is_recall=task in RECALL_TASKS)
 
     def _prompt_tokens(self, user_text: str) -> list[int]:
         text = render_prompt(user_text)
