@@ -7,6 +7,7 @@ import json
 import shutil
 import textwrap
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from dllm_engine.cache_methods import CACHE_METHODS
@@ -115,40 +116,32 @@ def as_text(supported: dict[str, Any], width: int) -> str:
             f"  {named(name, PARALLEL_RULES)}: {allowed(rule['value'])}",
             f"{_DETAIL}with {', '.join(rule['policies'])}",
         ]
-    return "\n".join(_folded(entry, width) for entry in entries)
-
-
-def _folded(entry: str, width: int) -> str:
-    """An entry in lines of at most ``width``."""
-    lines = textwrap.wrap(
-        entry,
-        width,
+    folded = partial(
+        textwrap.fill,
+        width=width,
         subsequent_indent=_DETAIL,
         break_long_words=False,
         break_on_hyphens=False,
     )
-    return "\n".join(lines)
+    return "\n".join(map(folded, entries))
 
 
 def allowed(schema: dict[str, Any]) -> str:
     """A JSON schema's values in words, such as ``float > 0, ≤ 1``."""
     if "anyOf" in schema:
         return " or ".join(map(allowed, schema["anyOf"]))
-    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    if "const" in schema:
+        return repr(schema["const"])
+    if "enum" in schema:
+        return ", ".join(map(repr, schema["enum"]))
     limits = [
         f"{sign} {schema[key]}"
         for key, sign in _LIMITS.items()
         if schema.get(key, MOST_TOKENS) != MOST_TOKENS
     ]
-    return (
-        ", ".join(map(repr, values))
-        or f"{_KINDS.get(schema['type'])} {', '.join(limits)}".rstrip()
-    )
+    return f"{_KINDS[schema['type']]} {', '.join(limits)}".rstrip()
 
 
 def _first_sentence(schema: dict[str, Any]) -> str:
-    return (
-        " ".join(schema.get("description", "").replace("``", "").split())
-        .partition(". ")[0]
-        .rstrip(".")
-    )
+    text = " ".join(schema.get("description", "").replace("``", "").split())
+    return text.partition(". ")[0].rstrip(".")

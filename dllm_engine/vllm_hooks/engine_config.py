@@ -17,7 +17,7 @@ from dllm_engine.admission import unsupported
 from dllm_engine.cache_methods.page_demand import PageDemand
 from dllm_engine.checkpoints import check_folder
 from dllm_engine.decoding.unmasking_policies import PARALLEL_RULES
-from dllm_engine.families import ModelFamily, barred_tokens, released_defaults
+from dllm_engine.families import barred_tokens, released_defaults
 from dllm_engine.memory import CPU_PAGE_POOL_BYTES
 from dllm_engine.model_executor.guide.sizes import guide_config, guide_shape
 from dllm_engine.model_executor.guide.text import Retokenizer
@@ -150,18 +150,15 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         # fed in parts.
         longest = 1 if scheduler.enable_chunked_prefill else model_config.max_model_len
         num_rows = model_config.hf_config.family.longest_canvas(longest)
-        if (limit := scheduler.max_num_scheduled_tokens) is not None:
-            if limit < num_rows:
-                raise ValueError(
-                    f"max_num_scheduled_tokens={limit} is less than the {num_rows} "
-                    f"rows of the longest canvas; raise it or lower "
-                    f"max_model_len={model_config.max_model_len}"
-                )
-            scheduler.max_num_batched_tokens = min(
-                scheduler.max_num_batched_tokens, limit
+        limit = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
+        if scheduler.max_num_scheduled_tokens is not None and limit < num_rows:
+            raise ValueError(
+                f"max_num_scheduled_tokens={limit} is less than the {num_rows} rows of "
+                f"the longest canvas; raise it or lower "
+                f"max_model_len={model_config.max_model_len}"
             )
         scheduler.max_num_batched_tokens = max(
-            scheduler.max_num_batched_tokens, num_rows
+            min(scheduler.max_num_batched_tokens, limit), num_rows
         )
         if parallel.worker_cls == "auto":
             parallel.worker_cls = WORKER_CLASSES[device]
@@ -174,20 +171,18 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
             options.method.keeps_for_good
             and not model_config.hf_config.family.experts_by_block
         )
-        if options.share_prompts and not vllm_config.cache_config.enable_prefix_caching:
+        cache = vllm_config.cache_config
+        if options.share_prompts and not cache.enable_prefix_caching:
             raise ValueError(
                 "share_prompts=True needs vLLM's enable_prefix_caching; leave one of "
                 "them unset"
             )
-        vllm_config.cache_config.enable_prefix_caching &= shares
-        if vllm_config.cache_config.enable_prefix_caching:
+        cache.enable_prefix_caching &= shares
+        if cache.enable_prefix_caching:
             # Tokens that vLLM hashes together.
-            vllm_config.cache_config.block_size = options.page_size
-        if (
-            current_platform.is_cpu()
-            and vllm_config.cache_config.kv_cache_memory_bytes is None
-        ):
-            vllm_config.cache_config.kv_cache_memory_bytes = CPU_PAGE_POOL_BYTES
+            cache.block_size = options.page_size
+        if current_platform.is_cpu() and cache.kv_cache_memory_bytes is None:
+            cache.kv_cache_memory_bytes = CPU_PAGE_POOL_BYTES
         compilation = vllm_config.compilation_config
         compilation.mode = CompilationMode.NONE
         compilation.cudagraph_mode = CUDAGraphMode.NONE
@@ -369,11 +364,6 @@ def _check_block_size(model_config: ModelConfig) -> None:
         )
 
 
-def _is_released(model: str, family: ModelFamily) -> bool:
-    """Return True if a model has the name of a released checkpoint."""
-    return own_name(model) in map(own_name, family.checkpoints)
-
-
 def _tell_of_released_defaults(
     model_config: ModelConfig, defaults: Mapping[str, Any]
 ) -> None:
@@ -391,8 +381,8 @@ def _tell_of_released_defaults(
             assignments(dict(named)),
         )
         return
-    if _is_released(model, family):
-        return
+    if own_name(model) in map(own_name, family.checkpoints):
+        return  # the name of a released one
     for name, others in family.released_defaults.items():
         if not others.keys() <= defaults.keys():
             logger.info_once(
@@ -417,28 +407,18 @@ def _tell_of_guessed_settings(
         for name, value in settings.items()
         if name not in asked.cache_options
     )
+    method, name = options.cache_method, own_name(model)
     if guessed and told:
-        logger.info_once(
-            "cache_method=%r: the paper's settings for %s: %s",
-            options.cache_method,
-            own_name(model),
-            guessed,
-        )
+        text = "cache_method=%r: the paper's settings for %s: %s"
+        logger.info_once(text, method, name, guessed)
     if guessed and not told:
-        by_part = options.method.options.paper_settings[family.name]
-        parts = [repr(part) for part in by_part]
-        logger.warning_once(
+        text = (
             "cache_method=%r: the papers' settings depend on the model, and the name "
             "of %s holds none of %s; taking those of %s: %s. Set them in cache_options "
-            "if others suit the model better",
-            *(
-                options.cache_method,
-                own_name(model),
-                ", ".join(parts),
-                parts[-1],
-                guessed,
-            ),
+            "if others suit the model better"
         )
+        parts = [repr(x) for x in options.method.options.paper_settings[family.name]]
+        logger.warning_once(text, method, name, ", ".join(parts), parts[-1], guessed)
 
 
 def _with_guide_shape(options: EngineOptions, vllm_config: VllmConfig) -> EngineOptions:

@@ -19,12 +19,10 @@ async def answer_as_over_http(build: Original, engine_client: Any, args: Any) ->
         return await build(engine_client, args)
     serve_tool_calls(args, engine_client.vllm_config.model_config)
     registry = await build(engine_client, args)
-    registry["completions"]["wrapper_fn"] = _wrapped
+    registry["completions"]["wrapper_fn"] = lambda create: partial(
+        _answer, create.__self__
+    )
     return registry
-
-
-def _wrapped(create: Any) -> Any:
-    return partial(_answer, create.__self__)
 
 
 async def _answer(chats: Any, request: Any) -> Any:

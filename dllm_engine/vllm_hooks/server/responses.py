@@ -12,7 +12,7 @@ import inspect
 import json
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -77,7 +77,8 @@ async def stream_with_fields(
     """vLLM's ``stream`` of what is ``given``, with our fields and with chunks that show
     running blocks. It runs in a task of its own, so that our chunks can be sent while
     it waits for the next result."""
-    request, with_trace = given["request"], _asks_for_trace(given["request"])
+    request = given["request"]
+    with_trace = _asks_for_trace(request.vllm_xargs)
     is_chat = "created_time" not in given  # else the chunks say when the stream begins
     head = {
         "id": given["request_id"],
@@ -160,11 +161,11 @@ def _with_fields(event: str, fields: dict[int, dict[str, Any]]) -> str:
     return _event_of(chunk) if any(DIFFUSION in choice for choice in choices) else event
 
 
-def _asks_for_trace(request: Any) -> bool:
-    """Return True if a request asks for the trace. The option was checked when the
+def _asks_for_trace(options: Mapping[str, Any] | None) -> bool:
+    """Return True if options of a request ask for the trace. They were checked when the
     request was admitted.
     """
-    return bool(RequestOptions(trace=(request.vllm_xargs or {}).get("trace")).trace)
+    return bool(RequestOptions(trace=(options or {}).get("trace")).trace)
 
 
 class Figures:
@@ -200,7 +201,7 @@ def choice_fields(asked: OpenRequest, tokenizer: Any) -> list[dict[str, Any]]:
     fields = []
     for params, output in filter(None, asked.latest):
         options = params.extra_args or {}
-        with_trace = bool(RequestOptions(trace=options.get("trace")).trace)
+        with_trace = _asks_for_trace(options)
         for completion in output.outputs:
             holes = template_fields(completion, options, tokenizer)
             fields.append(fields_of(completion, with_trace=with_trace) | holes)
