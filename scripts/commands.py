@@ -98,8 +98,8 @@ def setup(environment: Environment, extras: Sequence[str], prompt: str | None) -
     environment.install(extras)
     if prompt is not None:
         print("The demo model answers, in some 10 s on two cores that are free:")
-    if prompt is not None and (status := environment.run("dllm", "generate", prompt)):
-        return status
+        if status := environment.run("dllm", "generate", prompt):
+            return status
     activate = environment.directory / "bin" / "activate"
     if activate.is_relative_to(Path.cwd()):
         activate = activate.relative_to(Path.cwd())
@@ -120,36 +120,24 @@ def test(environment: Environment, options: argparse.Namespace) -> int:
     # Tests of one file share engines. More processes would need more memory than their
     # tests are worth.
     processes = str(min(cores, 4))
-    pytest = ["python", "-m", "pytest", "--dist", "loadfile", "--numprocesses"]
-    fast = [*pytest, processes, "-m", "not slow"]
-    # In the order of tests/conftest.py: by number of tests, the few that start most
-    # processes would come last. No more of them at once than cores, since servers that
-    # stop have only so many seconds for it.
-    slow = [
-        *pytest,
-        processes,
-        "-m",
-        "slow",
-        "--no-loadscope-reorder",
-        "--durations",
-        "15",
-    ]
-    stages: dict[str, list[list[str]]] = {}
+    pytest = f"python -m pytest --dist loadfile --numprocesses {processes} -m".split()
+    stages = {"fast tests": [[*pytest, "not slow", *options.pytest]]}
     if options.lint or options.all:
-        types = [
-            ["mypy", "--num-workers", processes, "-p", "dllm_engine"],
-            ["mypy", "scripts"],
-            ["mypy", "benchmarks"],
-            ["mypy", "--explicit-package-bases", "tests"],
-        ]
-        stages["style and types"] = [
-            ["ruff", "check"],
-            ["ruff", "format", "--check"],
-            *types,
-        ]
-    stages["fast tests"] = [[*fast, *options.pytest]]
+        checks = (
+            "ruff check",
+            "ruff format --check",
+            f"mypy --num-workers {processes} -p dllm_engine",
+            "mypy scripts",
+            "mypy benchmarks",
+            "mypy --explicit-package-bases tests",
+        )
+        stages = {"style and types": [check.split() for check in checks]} | stages
     if options.slow or options.all:
-        stages["slow tests"] = [[*slow, *options.pytest]]
+        # In the order of tests/conftest.py: by number of tests, the few that start most
+        # processes would come last. No more of them at once than cores, since servers
+        # that stop have only so many seconds for it.
+        order = ["--no-loadscope-reorder", "--durations", "15"]
+        stages["slow tests"] = [[*pytest, "slow", *order, *options.pytest]]
 
     print(f"{cores} cores, {processes} processes for the tests. On two free cores:")
     print("; ".join(f"{name} take {_MINUTES[name]} minutes" for name in stages))
@@ -160,12 +148,10 @@ def test(environment: Environment, options: argparse.Namespace) -> int:
     for name, commands in stages.items():
         start = time.monotonic()
         statuses = [environment.run(*command) for command in commands]
-        lines.append(
-            f"{name:16}{time.monotonic() - start:6.0f} s"
-            + ("  FAILED, see above" if any(statuses) else "")
-        )
+        failed = "  FAILED, see above" * any(statuses)
+        lines.append(f"{name:16}{time.monotonic() - start:6.0f} s{failed}")
         failures += filter(None, statuses)
-        if name == "fast tests" and any(statuses):
+        if name == "fast tests" and failed:
             break
     print("", *lines, sep="\n", flush=True)
     return failures[0] if failures else 0

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = CHECKOUT / "requirements"
@@ -46,6 +47,8 @@ assert current_platform.device_type == "cpu", f"vLLM chose the platform {current
 # vLLM only warns when they do not load, and fails later.
 assert hasattr(torch.ops._C, "init_cpu_memory_env"), "vLLM's operators do not load: the processor may lack AVX2"
 """
+
+MEND = "Mend what it says, then run the command again: it goes on where it stopped."
 
 
 class SetupError(Exception):
@@ -102,11 +105,9 @@ class Environment:
         digest = hashlib.sha256(f"{TORCH} {UV}".encode())
         for file in (PYPROJECT, *sorted(REQUIREMENTS.glob("*.txt"))):
             digest.update(file.read_bytes())
-        record = (
-            json.loads(self._record.read_text())
-            if self._record.exists()
-            else {"extras": []}
-        )
+        record: dict[str, Any] = {"extras": []}
+        if self._record.exists():
+            record = json.loads(self._record.read_text())
         # What was asked for before stays installed.
         wanted = {
             "extras": sorted({*extras, *record["extras"]}),
@@ -161,18 +162,13 @@ class Environment:
             "no virtual environment was made",
             advice,
         )
-        command: list[str | Path] = [
-            self.python,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--disable-pip-version-check",
-        ]
-        command.append(f"uv=={UV}")
+        options = "-m pip install --quiet --disable-pip-version-check".split()
         # A user-wide `pip config set global.user` or `target` would install elsewhere.
         self._run_step(
-            command, "pip cannot install uv", PIP_USER="0", PYTHONNOUSERSITE="1"
+            [self.python, *options, f"uv=={UV}"],
+            "pip cannot install uv",
+            PIP_USER="0",
+            PYTHONNOUSERSITE="1",
         )
 
     def _install_torch(self) -> None:
@@ -230,11 +226,7 @@ class Environment:
         if subprocess.run(
             command, env=environment, cwd=CHECKOUT, stdin=subprocess.DEVNULL
         ).returncode:
-            advice = (
-                advice
-                or "Mend what it says, then run the command again: it goes on where it stopped."
-            )
-            raise SetupError(f"{failure}; see above.\n{advice}")
+            raise SetupError(f"{failure}; see above.\n{advice or MEND}")
 
 
 def settings_for_uv(settings: str) -> dict[str, str]:
