@@ -243,9 +243,8 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(is_chunked):
 
     headers = [] if is_chunked else [(b"content-length", str(len(LARGE)).encode())]
     scope = {"type": "http", "method": "POST", "path": PATH, "headers": headers}
-    asyncio.run(
-        BodyCheck(lambda *args: pytest.fail("it was answered"))(scope, receive, send)
-    )
+    check = BodyCheck(lambda *args: pytest.fail("it was answered"))
+    asyncio.run(Answers(check, OpenRequests())(scope, receive, send))
     assert sent[0]["status"] == 413
     error = json.loads(sent[1]["body"])["error"]
     assert (

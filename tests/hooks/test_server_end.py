@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, StreamingRespon
 from starlette.routing import Route
 
 from dllm_engine.vllm_hooks.server import open_requests
-from dllm_engine.vllm_hooks.server.error_forms import AnthropicErrors
+from dllm_engine.vllm_hooks.server.app import rewriter
 from dllm_engine.vllm_hooks.server.open_requests import Answers, OpenRequests
 from dllm_engine.vllm_hooks.server.stop import (
     EngineDied,
@@ -117,8 +117,7 @@ def answers(paths, error=None, *, later=()):
             + [Route(f"/v1/{name}", stream, methods=["POST"]) for name in STREAMS]
         )
         requests = app.state.open_requests = OpenRequests()
-        app.add_middleware(Answers, requests=requests)
-        app.add_middleware(AnthropicErrors)
+        app.add_middleware(Answers, requests=requests, rewriter=rewriter)
         answered = [Answered(app, path) for path in paths]
         await asyncio.sleep(0.05)
         if error is not None:

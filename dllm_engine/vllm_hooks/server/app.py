@@ -6,8 +6,10 @@ vLLM's own hook for routes, ``vllm.endpoint_plugins``, loads only plugins that
 """
 
 import logging
+from functools import partial
 from typing import Any
 
+from starlette.types import Scope
 from vllm.entrypoints.anthropic import api_router as anthropic
 from vllm.entrypoints.serve.middleware import authenticate
 
@@ -17,11 +19,31 @@ from dllm_engine.structured_output.tool_calls import serve_tool_calls
 from dllm_engine.vllm_hooks.patch import Original
 from dllm_engine.vllm_hooks.server.bodies import BodyCheck
 from dllm_engine.vllm_hooks.server.error_forms import (
-    AnthropicErrors,
+    as_anthropic,
+    is_anthropic,
     is_failure,
+    route_of,
 )
-from dllm_engine.vllm_hooks.server.open_requests import Answers, OpenRequests
-from dllm_engine.vllm_hooks.server.responses import Figures
+from dllm_engine.vllm_hooks.server.open_requests import (
+    Answers,
+    OpenRequests,
+    Rewrite,
+    open_request,
+)
+from dllm_engine.vllm_hooks.server.responses import WITH_FIGURES, with_figures
+
+
+def rewriter(scope: Scope, status: int) -> Rewrite | None:
+    """What changes a JSON response: errors get Anthropic's form, completions figures."""
+    route = route_of(scope)
+    if status >= 400 and is_anthropic(route):
+        return partial(as_anthropic, status)
+    if status == 200 and route in WITH_FIGURES:
+        asked = open_request.get()
+        assert asked is not None, "Answers is in front"
+        serving = scope["app"].state.openai_serving_completion
+        return partial(with_figures, asked, serving.renderer.tokenizer)
+    return None
 
 
 def extend_app(
@@ -46,10 +68,8 @@ def extend_app(
     # What is added last runs first. vLLM adds its own middleware later: it checks the
     # API key before we read the body.
     app.add_middleware(BodyCheck)
-    app.add_middleware(Figures)
-    app.state.open_requests = OpenRequests()
-    app.add_middleware(Answers, requests=app.state.open_requests)
-    app.add_middleware(AnthropicErrors)
+    requests = app.state.open_requests = OpenRequests()
+    app.add_middleware(Answers, requests=requests, rewriter=rewriter)
     logging.getLogger(anthropic.__name__).addFilter(is_failure)
     from dllm_engine.editors import routes as editors
 

@@ -9,9 +9,8 @@ from http import HTTPStatus
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from vllm.exceptions import GracefulHTTPError, VLLMError, VLLMValidationError
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 
 from dllm_engine.editors.routes import OWN_BODIES
 from dllm_engine.params import VLLM_OPTIONS, check_place
@@ -35,7 +34,7 @@ _OWN_ERRORS = ("/v1/decisions", "/v1/systemone")
 
 class BodyCheck:
     """ASGI middleware. vLLM answers 500 where ``structured_outputs`` is no object, and
-    ignores unknown fields.
+    ignores unknown fields. What it raises, ``Answers`` tells the client.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -45,10 +44,6 @@ class BodyCheck:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self.app(scope, receive, send)
             return
-        from vllm.entrypoints.serve.exception_handling.error_response import (
-            create_error_response,
-        )
-
         try:
             body = await _read(Request(scope, receive))
             body, scope = _decompressed(body, scope)
@@ -56,12 +51,6 @@ class BodyCheck:
             if fields is not None:
                 body = await _settled(body, fields, scope, receive)
         except ClientDisconnect:
-            return
-        except VLLMError as error:
-            refusal = create_error_response(error)
-            await JSONResponse(refusal.model_dump(), status_code=refusal.error.code)(
-                scope, receive, send
-            )
             return
         unread = [{"type": "http.request", "body": body, "more_body": False}]
 

@@ -7,9 +7,7 @@ import json
 import logging
 from typing import Any
 
-from starlette.types import ASGIApp, Receive, Scope, Send
-
-from dllm_engine.vllm_hooks.server.whole_response import rewrite_json
+from starlette.types import Scope
 
 _TYPES = {
     400: "invalid_request_error",
@@ -59,28 +57,12 @@ def last_events(route: str, error: dict[str, Any], number: int) -> str:
     return f"data: {json.dumps({'error': error})}\n\ndata: [DONE]\n\n"
 
 
-class AnthropicErrors:
-    """ASGI middleware that turns the errors of ``/v1/messages`` into Anthropic's."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not is_anthropic(route_of(scope)):
-            await self.app(scope, receive, send)
-            return
-
-        def translated(status: int, body: bytes) -> dict[str, Any]:
-            stated = json.loads(body)
-            # FastAPI's own refusals, of a body that it cannot read, have no "error".
-            message = (
-                stated["error"]["message"] if "error" in stated else stated["detail"]
-            )
-            return anthropic_error(status, str(message))
-
-        await rewrite_json(
-            self.app, (scope, receive, send), lambda status: status >= 400, translated
-        )
+def as_anthropic(status: int, body: bytes) -> dict[str, Any]:
+    """The body of an error of ``/v1/messages`` in Anthropic's form."""
+    stated = json.loads(body)
+    # FastAPI's own refusals, of a body that it cannot read, have no "error".
+    message = stated["error"]["message"] if "error" in stated else stated["detail"]
+    return anthropic_error(status, str(message))
 
 
 def message_of(body: bytes) -> str:

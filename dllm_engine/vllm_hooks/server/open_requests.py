@@ -5,9 +5,10 @@ of its own, the server's end, or the engine's.
 import asyncio
 import os
 import re
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from contextvars import ContextVar
+from functools import partial
 from http import HTTPStatus
 from typing import Any, NoReturn
 
@@ -15,7 +16,7 @@ from prometheus_client import Counter
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from vllm.exceptions import GenerationError, RetryableRequestError
+from vllm.exceptions import GenerationError, RetryableRequestError, VLLMError
 from vllm.logger import init_logger
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -108,6 +109,10 @@ class OpenRequest:
             task.cancel()
 
 
+Rewrite = Callable[[bytes], Any]
+"""Makes another content of the body of a JSON response."""
+Rewriter = Callable[[Scope, int], Rewrite | None]
+
 open_request: ContextVar[OpenRequest | None] = ContextVar("open_request", default=None)
 """The request that is answered in this context."""
 
@@ -158,11 +163,15 @@ class OpenRequests:
 
 class Answers:
     """ASGI middleware that answers requests which end with an error, and those that
-    come later."""
+    come later. ``rewriter`` says for the scope of a request and the status of its JSON
+    response what makes another content of its body; None: it stays as it is."""
 
-    def __init__(self, app: ASGIApp, requests: OpenRequests) -> None:
+    def __init__(
+        self, app: ASGIApp, requests: OpenRequests, rewriter: Rewriter | None = None
+    ) -> None:
         self.app = app
         self.requests = requests
+        self.rewriter = rewriter or (lambda scope, status: None)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"].startswith("/metrics"):
@@ -171,7 +180,7 @@ class Answers:
         task = asyncio.current_task()
         assert task is not None
         request = self.requests.begin(route_of(scope), task)
-        answer = Answer(send, request, self.requests)
+        answer = Answer(send, request, self.requests, partial(self.rewriter, scope))
         open_request.set(request)
         try:
             if request.error is None:
@@ -182,6 +191,8 @@ class Answers:
             if request.error is None:
                 raise
             task.uncancel()
+        except VLLMError as error:  # of a body that the application has not read
+            request.error = error
         except Exception as error:
             if not answer.has_begun:
                 raise
@@ -207,14 +218,21 @@ class Answer:
     """Progress of sending one response."""
 
     def __init__(
-        self, send: Send, request: OpenRequest, requests: OpenRequests
+        self,
+        send: Send,
+        request: OpenRequest,
+        requests: OpenRequests,
+        rewriter: Callable[[int], Rewrite | None],
     ) -> None:
         self._send = send
         self._request = request
         self._requests = requests
+        self._rewriter = rewriter
+        self._start: Message = {}
         self._headers: Headers | None = None
-        self._status = 0
-        self._refusal = b""
+        self._rewrite: Rewrite | None = None
+        self._kept = b""
+        """The body of a refusal, or of a response that is rewritten."""
         self._last_part = b""
         self._is_replaced = False
         self.is_complete = False
@@ -234,27 +252,38 @@ class Answer:
 
     async def _pass_on(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            headers = MutableHeaders(scope=message)
-            headers.update(self._request.headers)
-            self._status = message["status"]
-            if self._status >= HTTPStatus.BAD_REQUEST:
-                HTTP_ERRORS.labels(self._status).inc()
-            if self._status == HTTPStatus.SERVICE_UNAVAILABLE:
-                headers.setdefault("retry-after", RETRY_AFTER)
-            if self._requests.error is not None:
-                headers["connection"] = "close"  # it would break with the server's end
-            self._headers = headers
-        body = message.get("body", b"")
+            self._begin(message)
+            if self._rewrite is None:
+                await self._send(message)
+            return
+        status, body = self._start["status"], message.get("body", b"")
         self._last_part = body or self._last_part
-        if 400 <= self._status < 500:
-            self._refusal += body
-        self.is_complete = message["type"] == "http.response.body" and not message.get(
-            "more_body", False
-        )
-        if self.is_complete and self._refusal:
-            why = message_of(self._refusal)[:_MOST_CHARACTERS]
-            logger.info("refused %s: %d: %s", self._request.route, self._status, why)
-        await self._send(message)
+        if self._rewrite is not None or 400 <= status < 500:
+            self._kept += body
+        self.is_complete = not message.get("more_body", False)
+        if self.is_complete and 400 <= status < 500 and self._kept:
+            why = message_of(self._kept)[:_MOST_CHARACTERS]
+            logger.info("refused %s: %d: %s", self._request.route, status, why)
+        if self._rewrite is None:
+            await self._send(message)
+        elif self.is_complete:
+            body = JSONResponse(self._rewrite(self._kept)).body
+            MutableHeaders(scope=self._start)["content-length"] = str(len(body))
+            await self._send(self._start)
+            await self._send({"type": message["type"], "body": body})
+
+    def _begin(self, message: Message) -> None:
+        status, headers = message["status"], MutableHeaders(scope=message)
+        headers.update(self._request.headers)
+        if status >= HTTPStatus.BAD_REQUEST:
+            HTTP_ERRORS.labels(status).inc()
+        if status == HTTPStatus.SERVICE_UNAVAILABLE:
+            headers.setdefault("retry-after", RETRY_AFTER)
+        if self._requests.error is not None:
+            headers["connection"] = "close"  # it would break with the server's end
+        self._start, self._headers = message, headers
+        if headers.get("content-type", "").startswith("application/json"):
+            self._rewrite = self._rewriter(status)
 
     async def end(self, error: Exception, scope: Scope, receive: Receive) -> None:
         """Answer with the error, or end the stream that has begun with it."""

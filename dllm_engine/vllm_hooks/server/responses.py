@@ -17,7 +17,6 @@ from contextlib import aclosing
 from typing import Any
 
 import anyio
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dllm_engine.decoding.messages import PROVISIONAL_KEY
 from dllm_engine.figures import PER_TOKEN
@@ -27,15 +26,13 @@ from dllm_engine.request_options.fields import RequestOptions
 from dllm_engine.vllm_hooks.output_processor import shown_blocks
 from dllm_engine.vllm_hooks.patch import Original, is_ours
 from dllm_engine.vllm_hooks.release import is_installed
-from dllm_engine.vllm_hooks.server.error_forms import route_of
-from dllm_engine.vllm_hooks.server.open_requests import OpenRequest, open_request
-from dllm_engine.vllm_hooks.server.whole_response import rewrite_json
+from dllm_engine.vllm_hooks.server.open_requests import OpenRequest
 
 DIFFUSION = "diffusion"
 _EVENT = "data: "
 # vLLM 0.32 sends no chunk of a completion that ends without a token.
 _ENDS_ARE_MISSING = is_installed("0.32")
-_WITH_FIGURES = ("/v1/completions", "/v1/chat/completions", "/invocations")
+WITH_FIGURES = ("/v1/completions", "/v1/chat/completions", "/invocations")
 
 
 def fields_of(completion: Any, *, with_trace: bool) -> dict[str, Any]:
@@ -168,32 +165,15 @@ def _asks_for_trace(options: Mapping[str, Any] | None) -> bool:
     return bool(RequestOptions(trace=(options or {}).get("trace")).trace)
 
 
-class Figures:
-    """ASGI middleware that adds figures to completions and chat completions."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or route_of(scope) not in _WITH_FIGURES:
-            await self.app(scope, receive, send)
-            return
-
-        def completed(status: int, body: bytes) -> dict[str, Any] | None:
-            response = json.loads(body)
-            if response is None:  # vLLM's answer to a client that has gone
-                return None
-            asked = open_request.get()
-            assert asked is not None, "Answers is in front"
-            serving = scope["app"].state.openai_serving_completion
-            fields = choice_fields(asked, serving.renderer.tokenizer)
-            for choice, own in zip(response["choices"], fields, strict=True):
-                choice |= own
-            return response
-
-        await rewrite_json(
-            self.app, (scope, receive, send), lambda status: status == 200, completed
-        )
+def with_figures(asked: OpenRequest, tokenizer: Any, body: bytes) -> Any:
+    """A completion or chat completion with the figures of its choices."""
+    response = json.loads(body)
+    if response is None:  # vLLM's answer to a client that has gone
+        return None
+    fields = choice_fields(asked, tokenizer)
+    for choice, own in zip(response["choices"], fields, strict=True):
+        choice |= own
+    return response
 
 
 def choice_fields(asked: OpenRequest, tokenizer: Any) -> list[dict[str, Any]]:
