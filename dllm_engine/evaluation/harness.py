@@ -89,23 +89,13 @@ class HarnessTask(Task):
             confirm_run_unsafe_code=self.confirm_run_unsafe_code,
             log_samples=False,
         )
-        metric, score, stderr = headline(results, self.name, self.metric)
-        details = {
-            name: {key: value for key, value in entry.items() if "," in key}
-            for name, entry in (
-                results["results"] | (results.get("groups") or {})
-            ).items()
-        }
-        examples = sum(
-            samples["effective"] for samples in results["n-samples"].values()
-        )
-        return Result(
-            metric,
-            score,
-            stderr,
-            examples,
-            {"num_fewshot": results["n-shot"], **details},
-        )
+        details = {"num_fewshot": results["n-shot"]}
+        entries = results["results"] | (results.get("groups") or {})
+        for name, entry in entries.items():
+            details[name] = {key: value for key, value in entry.items() if "," in key}
+        counts = [samples["effective"] for samples in results["n-samples"].values()]
+        figures = headline(results, self.name, self.metric)
+        return Result(*figures, sum(counts), details)
 
     @property
     def _manager(self) -> Any:
@@ -144,26 +134,16 @@ def headline(
         else {task: results["results"][task] for task in examples}
     )
     first = next(iter(entries.values()))
-    known = [
-        key
-        for key in first
-        if "," in key and not key.partition(",")[0].endswith("_stderr")
-    ]
-    chosen = metric or next(iter(known), None)
-    if chosen is None or chosen not in known:
+    known = [key for key in first if "," in key and "_stderr," not in key]
+    chosen = metric or next(iter(known), "")
+    if chosen not in known:
         raise ValueError(
             f"task {name!r} has no metric {metric!r}; choose one of {' '.join(known)}"
         )
-    if len(entries) == 1:
-        stderr = first.get(chosen.replace(",", "_stderr,", 1))
-        return (
-            chosen,
-            float(first[chosen]),
-            float(stderr) if isinstance(stderr, float | int) else None,
-        )
     scores = [float(entry[chosen]) for entry in entries.values()]
-    return (
-        chosen,
-        statistics.fmean(scores, [examples[task]["effective"] for task in entries]),
-        None,
-    )
+    if len(scores) > 1:
+        weights = [examples[task]["effective"] for task in entries]
+        return chosen, statistics.fmean(scores, weights), None
+    stderr = first.get(chosen.replace(",", "_stderr,", 1))
+    is_known = isinstance(stderr, float | int)
+    return chosen, scores[0], float(stderr) if is_known else None

@@ -15,7 +15,7 @@ estimated by Monte Carlo otherwise.
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
@@ -34,12 +34,6 @@ def probe_of(canvas: Canvas) -> Probe:
     return Probe(tokens, masked, [tokens[position] for position in masked])
 
 
-class MaskedModel(Protocol):
-    """An engine that says how probable masked tokens are, such as ``LLM``."""
-
-    def masked_logprobs(self, canvases: Iterable[Canvas]) -> Iterator[list[float]]: ...
-
-
 def no_likelihoods(family: ModelFamily) -> str | None:
     """Reason why the probabilities of given tokens are not computed for a model; None:
     they are.
@@ -54,7 +48,7 @@ def no_likelihoods(family: ModelFamily) -> str | None:
 
 
 def log_likelihoods(
-    llm: MaskedModel,
+    llm: Any,
     pairs: Sequence[tuple[list[int], list[int]]],
     num_samples: int = NUM_SAMPLES,
     seed: int = 0,
@@ -62,7 +56,7 @@ def log_likelihoods(
     """Log-likelihood bounds, in nats, of (prompt tokens, continuation tokens) pairs,
     the same whatever the other pairs. Continuations of equal length after the same
     prompt, such as the choices of a question, share their masks. A cache method has no
-    say."""
+    say. ``llm`` has the method ``masked_logprobs`` of ``LLM``."""
     if num_samples < 1:
         raise ValueError(
             f"num_samples={num_samples} is out of range: it must be at least 1"
@@ -84,14 +78,8 @@ def weighted_canvases(
     for index, (prompt, continuation) in enumerate(pairs):
         rng = np.random.default_rng([seed, len(continuation), *prompt])
         for weight, masked in weighted_masks(len(continuation), num_samples, rng):
-            yield (
-                index,
-                weight,
-                (
-                    prompt + continuation,
-                    [len(prompt) + position for position in masked],
-                ),
-            )
+            positions = [len(prompt) + position for position in masked]
+            yield index, weight, (prompt + continuation, positions)
 
 
 def weighted_masks(

@@ -7,6 +7,7 @@ refuse, and are taken out again here.
 """
 
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase, PrometheusStatLogger
@@ -53,45 +54,49 @@ METRICS: dict[str, MetricSpec] = {
 } | OF_FRONT_END
 
 
-class DiffusionMetrics:
-    """The metrics of the engines behind one front end."""
+class DiffusionStatLogger(AggregateStatLoggerBase):
+    """The metrics of the engines behind one front end, in the place where vLLM's own
+    loggers are.
+    """
 
     def __init__(self, logger: Any) -> None:
         """``logger``: vLLM's, with ``prometheus_client``'s classes or stand-ins for
         them (Ray has its own).
         """
-        classes = {
-            "counter": logger._counter_cls,
-            "gauge": logger._gauge_cls,
-            "histogram": logger._histogram_cls,
-        }
-        labels = ["model_name", "engine"]
         self._values_per_engine: dict[int, list[Any]] = logger.per_engine_labelvalues
         self._metrics: dict[str, Any] = {}
         for name, spec in METRICS.items():
-            of_kind: Any = {
-                "gauge": {"multiprocess_mode": "mostrecent"},
-                "histogram": {"buckets": spec.buckets},
+            kinds: dict[str, Any] = {
+                "counter": logger._counter_cls,
+                "gauge": partial(logger._gauge_cls, multiprocess_mode="mostrecent"),
+                "histogram": partial(logger._histogram_cls, buckets=spec.buckets),
             }
-            metric = self._metrics[name] = classes[spec.kind](
+            labels = [spec.label] if spec.label else []
+            metric = self._metrics[name] = kinds[spec.kind](
                 name=PREFIX[spec.of_vllm] + name,
                 documentation=spec.meaning,
-                labelnames=[*labels, spec.label] if spec.label else labels,
-                **of_kind.get(spec.kind, {}),
+                labelnames=["model_name", "engine", *labels],
             )
             for engine_values in self._values_per_engine.values():
-                for label_values in (
-                    [[value] for value in spec.values] if spec.label else [[]]
-                ):
-                    metric.labels(
-                        *engine_values, *label_values
-                    )  # so that it is shown from the start
+                for value in [[each] for each in spec.values] if spec.label else [[]]:
+                    # So that it is shown from the start.
+                    metric.labels(*engine_values, *value)
 
-    def record(self, message: dict[str, Any], engine: int) -> None:
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
         """Add one message of an engine."""
-        labels = self._values_per_engine[engine]
+        message = take_stats(scheduler_stats)
+        if message is None:
+            return
+        amounts = message | automata.take_counts() | answering.take_counts()
+        labels = self._values_per_engine[engine_idx]
         for name, spec in METRICS.items():
-            metric, amount = self._metrics[name], message[name]
+            metric, amount = self._metrics[name], amounts[name]
             if spec.label:
                 for value, part in amount.items():
                     metric.labels(*labels, value).inc(part)
@@ -102,25 +107,6 @@ class DiffusionMetrics:
             else:
                 for observation in amount:
                     metric.labels(*labels).observe(observation)
-
-
-class DiffusionStatLogger(AggregateStatLoggerBase):
-    """Records the metrics, in the place where vLLM's own loggers are."""
-
-    def __init__(self, metrics: DiffusionMetrics) -> None:
-        self._metrics = metrics
-
-    def record(
-        self,
-        scheduler_stats: Any,
-        iteration_stats: Any,
-        mm_cache_stats: Any = None,
-        engine_idx: int = 0,
-    ) -> None:
-        message = take_stats(scheduler_stats)
-        if message is not None:
-            counts = automata.take_counts() | answering.take_counts()
-            self._metrics.record(message | counts, engine_idx)
 
     def log_engine_initialized(self) -> None:
         """vLLM's own loggers describe the engine."""
@@ -137,4 +123,4 @@ def init_with_metrics(
             each for each in self.stat_loggers if isinstance(each, PrometheusStatLogger)
         )
         # The first takes our counts out of what the others read.
-        self.stat_loggers.insert(0, DiffusionStatLogger(DiffusionMetrics(logger)))
+        self.stat_loggers.insert(0, DiffusionStatLogger(logger))
