@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from fractions import Fraction
-from typing import Any, Literal, NoReturn, get_args, get_origin
+from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
 from pydantic import BaseModel, ByteSize
 
@@ -159,6 +159,8 @@ def add_options(
         kind = field.annotation
         if get_origin(kind) is not Literal:
             kind, *_ = get_args(kind) or (kind,)
+        if get_origin(kind) is Annotated:  # with limits
+            kind, *_ = get_args(kind)
         read, metavar = _READ.get(kind, (kind, name.split("_")[-1].upper()))
         how: dict[str, Any] = {"type": read, "metavar": metavar}
         if kind is bool:

@@ -28,6 +28,7 @@ _KINDS = {
     "string": "str",
     "array": "list",
     "object": "dict",
+    "null": "None",
 }
 _LIMITS = {
     "minimum": "≥",
