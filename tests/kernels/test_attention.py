@@ -14,6 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dllm_engine import DiffusionParams
+from dllm_engine.check import cases
+from dllm_engine.check.cases import Draw, Sizes
 from dllm_engine.kernels import attention, paged_attention
 from dllm_engine.kernels.attention import (
     attend_with_sdpa,
@@ -230,3 +232,19 @@ def test_when_flash_over_pages_is_chosen(
     else:
         (line,) = log
         assert (reason or f"flash {version} where it applies") in line
+
+
+def test_what_no_request_has_in_pages_is_not_used():
+    """Heads have different lengths, and the first page, which is nobody's, holds NaN."""
+    draw = Draw(Sizes(2, 2, 8, 0, 0, 4), torch.float32, torch.float32, "cpu")
+    *rows, tokens = cases.paged_case(draw, rows=[3], retained=[[5, 2]], packed=True)
+    k_pages, v_pages = (
+        torch.cat([torch.full_like(pages[:1], torch.nan), pages])
+        for pages in (tokens.k_pages, tokens.v_pages)
+    )
+    tables = tokens.page_tables + 1
+    tokens = tokens._replace(k_pages=k_pages, v_pages=v_pages, page_tables=tables)
+    out = paged_attention.paged_attention(
+        *rows, tokens, attend_fresh=False, max_seqlen=3
+    )
+    assert out.isfinite().all()
