@@ -26,6 +26,7 @@ from tests.support.random_requests import (
     in_spans,
     random_requests,
 )
+from tests.support.sharded import assert_alike, run_and_abort, two_ranks
 from tests.support.tiny_checkpoints import VOCAB_SIZE, write_guide
 
 if TYPE_CHECKING:
@@ -254,9 +255,11 @@ def answer_with_aborts(
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "number" in metafunc.fixturenames:
-        times = metafunc.config.getoption("red_team")
-        metafunc.parametrize("number", range(NUM_ENGINES * times))
+    for name, count in (("number", NUM_ENGINES), ("sharded_number", 1)):
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(
+                name, range(count * metafunc.config.getoption("red_team"))
+            )
 
 
 def test_answers_beside_others_are_those_given_alone(
@@ -296,3 +299,26 @@ def test_answers_beside_others_are_those_given_alone(
             == alone.outputs[0].diffusion.denoising_steps
         )
     assert_nothing_left(llm)
+
+
+def test_two_ranks_answer_as_one_beside_aborted_requests(
+    engines, request, sharded_number
+):
+    draw = random.Random(1000 + sharded_number)
+    method = draw.choice(["sparse", "es_dllm", "maskkv", "block"])
+    fixture = draw_model(draw, method)
+    model, settings = request.getfixturevalue(fixture), draw_engine(draw, method)
+    requests = draw_requests(draw, fixture)
+    prompts, params = (
+        [prompt for prompt, _ in requests],
+        [DiffusionParams(**asked) for _, asked in requests],
+    )
+    with two_ranks(model, max_model_len=256, **settings) as sharded:
+        run_and_abort(sharded, prompts[::3], params[::3])
+        answers = generate(sharded, prompts, params)
+
+    alone = engines(model, **settings)
+    assert_alike(
+        answers,
+        [generate(alone, [prompts[i]], params[i])[0] for i in range(len(prompts))],
+    )

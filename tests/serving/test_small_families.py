@@ -1,14 +1,17 @@
-"""Every family over the routes of editors; the families of smaller models, and
-Nemotron's, over every other route; in this process.
+"""Every family over the routes of decisions and editors; the families of smaller models,
+and Nemotron's, over every other route and with what routes take; in this process.
 """
 
+import json
 from typing import Any
 
 import pytest
 
+from dllm_engine import Questions
 from tests.support import tiny_checkpoints
 from tests.support.byte_level_tokenizers import TALE, train_tokenizer
-from tests.support.http_app import choices_of, served
+from tests.support.http_app import served
+from tests.support.random_decisions import listed
 
 FAMILIES = {
     "a2d": {},
@@ -56,6 +59,14 @@ AT_THE_END = {
 }
 """Bodies without text behind the cursor, and of a model's other completions."""
 APPLICATION = "<code>\nonce\ntale\n</code>\n<update>\nonce\ntwice\ntale\n</update>"
+CHOICE = {
+    "type": "choice",
+    "instructions": "Which word is there?",
+    "choices": [{"value": "once"}, {"value": "tale"}],
+}
+PREDICATE = {"type": "predicate", "instructions": "There was a tale."}
+NOUL = {"type": "noul", "instructions": "There was a tale."}
+DIGITS = {"structured_outputs": {"regex": "[0-9]{3}"}}
 
 
 @pytest.fixture(scope="module")
@@ -87,19 +98,55 @@ def ask(client, route, **body):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_route_answers(small, name):
     _, client = small(name)
-    short = {"max_tokens": 8, "vllm_xargs": FAMILIES[name]}
-    chat = {"messages": CHAT, **short, "logprobs": True}
-    ask(client, "/v1/completions", prompt="There once", **short)
-    whole, streamed = (
-        ask(client, "/v1/chat/completions", stream=stream, **chat)
-        for stream in (False, True)
+    options = {"vllm_xargs": FAMILIES[name], "max_tokens": 8}
+
+    text = ask(client, "/v1/completions", prompt="There once", **options)
+    chat = ask(client, "/v1/chat/completions", messages=CHAT, logprobs=True, **options)
+    (choice,) = chat.json()["choices"]
+    stream = ask(
+        client, "/v1/chat/completions", messages=CHAT, stream=True, **options
+    ).text
+    chunks = [
+        json.loads(line.removeprefix("data: "))
+        for line in stream.splitlines()
+        if line.startswith("data: {")
+    ]
+    streamed = "".join(
+        chunk["choices"][0]["delta"].get("content") or ""
+        for chunk in chunks
+        if chunk["choices"]
     )
-    assert choices_of(streamed) == choices_of(whole)
+
+    assert text.json()["usage"]["completion_tokens"] <= 8
+    assert (
+        len(choice["logprobs"]["content"]) == chat.json()["usage"]["completion_tokens"]
+    )
+    assert streamed == choice["message"]["content"]
     ask(client, "/v1/responses", input="There once was", max_output_tokens=8)
     ask(client, "/v1/messages", messages=CHAT, max_tokens=8)
     ask(client, "/tokenize", messages=CHAT)
-    tokens = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 4}}
-    ask(client, "/inference/v1/generate", **tokens)
+    ask(
+        client,
+        "/inference/v1/generate",
+        token_ids=[5, 6],
+        sampling_params={"max_tokens": 4},
+    )
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_structured_output(small, name):
+    _, client = small(name)
+    body = {"model": "m", "messages": CHAT, "max_tokens": 8, **DIGITS}
+    answer = client.post(
+        "/v1/chat/completions", json=body | {"vllm_xargs": FAMILIES[name]}
+    )
+    if "speculation" in name:
+        assert answer.status_code == 400
+        assert "decoding='self_speculation'" in answer.text
+    else:
+        content = answer.json()["choices"][0]["message"]["content"]
+        assert len(content) == 3
+        assert content.isdecimal()
 
 
 def text_of(answer):
@@ -145,6 +192,44 @@ def test_editors_of_every_family_write_on_and_apply(small, name):
     chat = [{"role": "user", "content": APPLICATION}]
     applied = ask(client, "/v1/apply/completions", messages=chat)
     assert text_of(applied) == "once\ntwice\ntale"
+
+
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("name", tiny_checkpoints.CONFIGS)
+def test_decisions_are_those_of_python_or_refused(small, name, joint):
+    llm, client = small(name)
+    family = llm.model_config.hf_config.family
+    text = "There once was a tale."
+    asked = {"input": text, "questions": [CHOICE, PREDICATE], "joint": joint}
+    word = {"type": "object", "properties": {"word": {"enum": ["tale", "once"]}}}
+    answers = [
+        client.post("/v1/decisions", json={"model": "m", **asked}),
+        client.post(
+            "/v1/systemone",
+            json={"model": "m", "state": text, "questions": {"has": NOUL}},
+        ),
+        client.post(
+            "/v1/decisions", json={"model": "m", "prompt": text, "fields": word}
+        ),
+    ]
+    if family.seeds_blocks:
+        for answer in answers:
+            assert answer.status_code in (400, 422), answer.text
+            assert f"decisions of {family.name} are not supported" in answer.text
+        return
+    assert [answer.status_code for answer in answers] == [200] * 3, answers[2].text
+    (own,) = llm.decide(text, Questions([CHOICE, PREDICATE], joint))
+    choice, predicate = answers[0].json()["answers"]
+    shares = [each["probability"] for each in choice["probabilities"]]
+    assert shares == pytest.approx([*own[0].probabilities], abs=1e-4)
+    assert predicate["probability"] == pytest.approx(own[1].probabilities[0], abs=1e-4)
+    noul = answers[1].json()["answers"]["has"]["noul"]
+    assert joint or noul == pytest.approx(predicate["probability"], abs=1e-4)
+    (decision,) = llm.decide(text, {"word": ["tale", "once"]})
+    read = {
+        each["value"]: each["probability"] for each in decision.distributions["word"]
+    }
+    assert listed(answers[2].json()["fields"]["word"]) == pytest.approx(read, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", ["a2d", "a2d_bd3lm", "nemotron_labs"])

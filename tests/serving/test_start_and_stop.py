@@ -157,6 +157,16 @@ def test_ctrl_c_ends_a_server_that_loads(start):
     assert "dllm: interrupted" in watched.tail()
 
 
+def test_a_server_that_is_stopped_ends_well(start):
+    watched = start()
+    watched.wait_until_ready()
+    answer = watched.ask()
+    watched.wait_until_running(1)
+    watched.process.terminate()
+    assert answer.result(timeout=SECONDS).status_code == 503
+    watched.check_the_end(0)
+
+
 MOMENTS = ["non-default args", "EngineCore", "Worker", "Starting vLLM server"]
 """What the log then says, or the process that is then there."""
 
