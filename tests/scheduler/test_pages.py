@@ -137,6 +137,37 @@ def test_no_request_needs_more_pages_than_the_longest_or_holds_more_than_it_need
         assert sum(map(sum, held.values())) <= demand, seed
 
 
+@pytest.mark.parametrize("scope", ["bidirectional", "prefix"])
+@pytest.mark.parametrize("page_size", [3, 8])
+def test_no_window_needs_more_pages_beside_a_shared_prompt(page_size, scope):
+    """While pages in order grow, those of retained tokens become fewer."""
+    engine = EngineOptions(
+        cache_method="sparse",
+        cache_options={"refresh": "response", "scope": scope, "retention_ratio": 0.2},
+        page_size=page_size,
+    )
+    geometry = PoolGeometry(
+        page_size=page_size,
+        hidden_size=8,
+        num_layers=4,
+        head_dim=8,
+        num_heads=1,
+        num_kv_heads=1,
+        total_kv_heads=1,
+    )
+    pages = PageDemand(engine.method, geometry, share_prompts=True)
+    for prompt_length in range(1, 20):
+        spec = spec_of(
+            cache=engine.cache,
+            prompt_length=prompt_length,
+            num_sharable=prompt_length,
+            gen_length=40,
+        )
+        most = pages.most(spec)
+        for block in range(spec.layout.num_blocks):
+            assert pages.num_held(spec, Blocks(block, block + 1)) <= most
+
+
 @pytest.mark.parametrize(
     ("method", "options", "whole"),
     [

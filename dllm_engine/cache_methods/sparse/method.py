@@ -149,9 +149,12 @@ def hold(spec: DecodingSpec, running: Blocks, geometry: PoolGeometry) -> PageCou
     retained = num_retained(spec, running)
     if spec.num_sharable is None:
         return geometry.uniform(retained)
-    beside = [geometry.kv_pages(retained)] * geometry.num_layers
-    in_order = geometry.uniform(spec.layout.span_of(running).start)
-    return in_order | {RETAINED_PAGES: beside}
+    start = spec.layout.span_of(running).start
+    # Together as many as tokens that are side by side may touch, which never falls from
+    # window to window: more is reserved for no window than for the last.
+    together = geometry.kv_pages(start + retained) + 1
+    beside = [together - geometry.kv_pages(start)] * geometry.num_layers
+    return geometry.uniform(start) | {RETAINED_PAGES: beside}
 
 
 SPARSE = CacheMethod(
