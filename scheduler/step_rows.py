@@ -3,8 +3,10 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-_LEAST = 1 / 16
-"""Share of the rows of a step that a source may take at least."""
+_LEAST = 1 / 64
+"""Share of the rows of a step that a source may take at least: with defaults of vLLM,
+about as many as a GPU computes in the time of one.
+"""
 
 
 def turns_of(sources: Sequence[str]) -> list[int]:
@@ -21,8 +23,8 @@ def turns_of(sources: Sequence[str]) -> list[int]:
 
 class StepRows:
     """Rows of one step, by source. Where requests of other sources run, several
-    sequences of a source together take no more rows than those, but a sixteenth of a
-    step in any case. So they do not make the steps of others much longer."""
+    sequences of a source together take no more rows than those, but the least share of
+    a step in any case. So they do not make the steps of others much longer."""
 
     def __init__(self, planned: Iterable[tuple[str, int]], max_rows: int) -> None:
         """``planned``: source and rows of each running request; ``max_rows``: of a

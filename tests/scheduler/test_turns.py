@@ -119,7 +119,7 @@ def test_rows_of_a_step():
     alone = StepRows([("a", 100)] * 5, 1600)
     alone.take("a", 100)
     assert alone.allow("a", 1500)
-    small = StepRows([("a", 50), ("a", 50), ("b", 1)], 1600)
+    small = StepRows([("a", 50), ("a", 50), ("b", 1)], 6400)
     small.take("a", 50)
-    assert small.allow("a", 50)  # a sixteenth of the step
+    assert small.allow("a", 50)  # the least share of a step
     assert not small.allow("a", 51)

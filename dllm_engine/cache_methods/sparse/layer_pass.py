@@ -2,6 +2,7 @@
 find important.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,6 +92,14 @@ class SparsePass(AddingPass):
             retention for i in self.updating for retention in batch.plans[i].adds
         ]
         """What the plans of ``updating`` add, one behind the other."""
+        self.chosen_alike: dict[tuple[int, int], list[int]] = defaultdict(list)
+        """Numbers of the parts of which some tokens are chosen, those of the same sizes
+        together, so that a layer chooses for them at once.
+        """
+        for number, part in enumerate(self.added_parts):
+            if part.count < part.num_positions:
+                sizes = part.num_positions, part.count
+                self.chosen_alike[sizes].append(number)
         self.windows: list[Tensor] = []
         """Rows of the window of each of ``updating``."""
         for i in self.updating:
@@ -207,18 +216,18 @@ class SparsePass(AddingPass):
             # Only the order counts, not the scale.
             scores = tensor_model_parallel_all_reduce(scores)
         sizes = [part.num_positions for part in self.added_parts]
-        retained = [self.named_rows[:0]]  # a plan may add nothing
-        for part, rows, scored in zip(
-            self.added_parts,
-            self.named_rows.split(sizes),
-            scores.split(sizes),
-            strict=True,
-        ):
-            if part.count < part.num_positions:
-                width = self.options.pool_kernel_size
-                rows = rows[select_retained(scored, part.count, width)]
-            retained.append(rows)
-        return torch.cat(retained)
+        rows = [*self.named_rows.split(sizes)]
+        scored = scores.split(sizes)
+        for (_, count), numbers in self.chosen_alike.items():
+            chosen = select_retained(
+                torch.stack([scored[i] for i in numbers]),
+                count,
+                self.options.pool_kernel_size,
+            )
+            candidates = torch.stack([rows[i] for i in numbers])
+            for i, part_rows in zip(numbers, candidates.gather(1, chosen), strict=True):
+                rows[i] = part_rows
+        return torch.cat([self.named_rows[:0], *rows])  # a plan may add nothing
 
     def _scores(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Score of each of ``named_rows``, summed over this rank's heads; float32."""
