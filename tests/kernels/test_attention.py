@@ -237,7 +237,7 @@ def test_when_flash_over_pages_is_chosen(
 def test_what_no_request_has_in_pages_is_not_used():
     """Heads have different lengths, and the first page, which is nobody's, holds NaN."""
     draw = Draw(Sizes(2, 2, 8, 0, 0, 4), torch.float32, torch.float32, "cpu")
-    *rows, tokens = cases.paged_case(draw, rows=[3], retained=[[5, 2]], packed=True)
+    q, k, v, bounds, tokens = cases.paged_case(draw, [3], [[5, 2]], packed=True)
     k_pages, v_pages = (
         torch.cat([torch.full_like(pages[:1], torch.nan), pages])
         for pages in (tokens.k_pages, tokens.v_pages)
@@ -245,6 +245,6 @@ def test_what_no_request_has_in_pages_is_not_used():
     tables = tokens.page_tables + 1
     tokens = tokens._replace(k_pages=k_pages, v_pages=v_pages, page_tables=tables)
     out = paged_attention.paged_attention(
-        *rows, tokens, attend_fresh=False, max_seqlen=3
+        q, k, v, bounds, tokens, attend_fresh=False, max_seqlen=3
     )
     assert out.isfinite().all()
