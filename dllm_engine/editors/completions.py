@@ -168,7 +168,8 @@ def fitted(
     """Tokens of the texts around a cursor. What exceeds ``room`` is left out at the far
     ends, of the prefix first.
     """
-    most = room * tokenizer.max_chars_per_token
+    # A character more than may fit, so that what is left out here is one token at least.
+    most = room * tokenizer.max_chars_per_token + 1
     behind = plain_tokens(suffix[:most], tokenizer)
     before = [
         plain_tokens(prefix[-most:], tokenizer) if isinstance(prefix, str) else prefix

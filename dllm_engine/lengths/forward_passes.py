@@ -172,10 +172,12 @@ class ForwardPasses:
             answers, changes = await self._engine.collective_rpc(
                 "masked_logprobs", args=arguments_of(probes)
             )
-        except Exception as error:
+        except BaseException as error:
             for _, future in taken:
                 if not future.done():
                     future.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
             return
         remaining = iter(answers or ())
         for batch, future in taken:

@@ -64,12 +64,15 @@ def minimal(automaton: Automaton) -> Automaton:
 
 def distinct_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The first row of each kind, in their order, and the kind of each row."""
-    # No two rows have the same of 2**64 numbers by chance.
     multipliers = np.random.default_rng(0).integers(
         1 << 63, size=rows.shape[1], dtype=np.uint64
     )
     hashes = rows.astype(np.uint64) @ multipliers
     _, firsts, kinds = np.unique(hashes, return_index=True, return_inverse=True)
+    if not np.array_equal(rows[firsts[kinds]], rows):  # two rows of one hash
+        _, firsts, kinds = np.unique(
+            rows, axis=0, return_index=True, return_inverse=True
+        )
     order = np.argsort(firsts)
     return firsts[order], np.argsort(order)[kinds]
 

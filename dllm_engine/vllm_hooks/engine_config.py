@@ -150,8 +150,10 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         # fed in parts.
         longest = 1 if scheduler.enable_chunked_prefill else model_config.max_model_len
         num_rows = model_config.hf_config.family.longest_canvas(longest)
-        limit = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
-        if scheduler.max_num_scheduled_tokens is not None and limit < num_rows:
+        limit = scheduler.max_num_scheduled_tokens
+        if limit is None:
+            limit = scheduler.max_num_batched_tokens
+        elif limit < num_rows:
             raise ValueError(
                 f"max_num_scheduled_tokens={limit} is less than the {num_rows} rows of "
                 f"the longest canvas; raise it or lower "

@@ -35,7 +35,7 @@ def test_options_of_numbers_take_no_other_words(parser):
 def test_texts_that_options_take_are_vllms(parser):
     kinds = serve_options.serve_options()
     texts = {name: kind.split(", ") for name, kind in kinds.items() if ", " in kind}
-    assert {"dtype", "kv-cache-dtype", "scheduling-policy", "log-level"} <= {*texts}
+    assert {"dtype", "scheduling-policy", "log-level"} <= {*texts}
     for name, own in texts.items():
         choices = parser._option_string_actions[f"--{name}"].choices
         # A config checks what the parser does not.
