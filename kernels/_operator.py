@@ -1,4 +1,4 @@
-"""Functions of tensors with two bodies: one for CPUs, and one that launches Triton
+"""Operators: functions of tensors with one body for CPUs, and one that launches Triton
 kernels on CUDA devices.
 """
 
@@ -12,8 +12,8 @@ _R = TypeVar("_R")
 
 
 class Operator(Generic[_P, _R]):
-    """Calls the body for the device of its first argument. It decorates the one for
-    CPUs.
+    """Decorator of an operator's body for CPUs. A call runs the body for the device of
+    the first argument.
     """
 
     def __init__(self, cpu: Callable[_P, _R]) -> None:
@@ -23,9 +23,9 @@ class Operator(Generic[_P, _R]):
 
     @cached_property
     def triton(self) -> Callable[..., _R]:
-        """The body for CUDA devices, of the same name and arguments, in the module of
-        the same name in ``triton/``; imported on first use, because a CPU installation
-        may lack Triton."""
+        """The body for CUDA devices. It has the same name and arguments, in the module
+        of the same name in ``triton/``. It is imported on first use, because a CPU
+        installation may lack Triton."""
         module = self.cpu.__module__.replace(".kernels.", ".kernels.triton.")
         try:
             launch: Callable[..., _R] = pkgutil.resolve_name(f"{module}:{self.name}")

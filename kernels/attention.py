@@ -1,11 +1,11 @@
 r"""Bidirectional attention over sequences of different lengths laid end to end, and the
 libraries that compute it.
 
-For sequence s with rows R_s:  out_i = Σ_{j ∈ R_s} softmax_j(q_i · k_j / √d) v_j,  for
-every i ∈ R_s; no mask inside a sequence, nothing across sequences. With fewer KV heads
-than query heads each serves a group of consecutive ones.
+For sequence s with rows R_s: out_i = Σ_{j ∈ R_s} softmax_j(q_i · k_j / √d) v_j, for
+every i ∈ R_s; no mask inside a sequence, and no attention across sequences. With fewer
+KV heads than query heads, each KV head serves a group of consecutive query heads.
 
-The libraries are PyTorch's own attention, and FlashAttention as vLLM brings it.
+The libraries are PyTorch's own attention and vLLM's FlashAttention.
 """
 
 import itertools
@@ -30,7 +30,9 @@ with at least one row.
 def attend_with_sdpa(
     q: Tensor, k: Tensor, v: Tensor, bounds: list[int], cu_seqlens: Tensor
 ) -> Tensor:
-    """One call per run of neighbouring sequences of equal length."""
+    """PyTorch's attention, with one call per run of neighbouring sequences of equal
+    length.
+    """
     out = torch.empty_like(q)
     start = 0
     for length, run in itertools.groupby(
@@ -54,16 +56,16 @@ _attend: DenseAttention = attend_with_sdpa
 
 
 def use_dense_backend(attend: DenseAttention) -> None:
-    """Let ``attend`` compute ``bidirectional_attention`` in this process; at first it
-    is PyTorch's.
+    """Let ``attend`` compute ``bidirectional_attention`` in this process. The default
+    is PyTorch's attention.
     """
     global _attend
     _attend = attend
 
 
 def reads_bounds_on_device() -> bool:
-    """Return True if the library in use needs no more of ``bounds`` than upper bounds
-    of the lengths.
+    """Return True if the library in use reads bounds on the device. On the host it then
+    needs only upper bounds of the lengths.
     """
     return _attend is not attend_with_sdpa
 
@@ -89,10 +91,10 @@ def bidirectional_attention(
 def choose_backend(
     name: str, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> DenseAttention:
-    """The attention of the library ``name``; of ``"auto"``, FlashAttention's where it
-    can be had, else PyTorch's.
+    """The attention of the library ``name``. ``"auto"``: FlashAttention's if it is
+    available, else PyTorch's.
 
-    Raises ``ValueError`` where the library that was named cannot be had.
+    Raises ``ValueError`` if the named library is not available.
     """
     if name == "sdpa":
         logger.info("Dense attention: sdpa")
@@ -104,7 +106,7 @@ def choose_backend(
             raise ValueError(
                 f"dense_attention={name!r} {error}; leave it at 'auto'"
             ) from error
-        if device.type != "cpu":  # which has no other
+        if device.type != "cpu":  # a CPU has no other library
             logger.info("Dense attention: sdpa, because flash %s", error)
         return attend_with_sdpa
     logger.info("Dense attention: flash")
@@ -129,7 +131,7 @@ def choose_backend(
 def find_flash(
     device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> tuple[Callable[..., Tensor], int]:
-    """FlashAttention as vLLM takes it for this GPU, and its version. Raises
+    """The FlashAttention that vLLM chooses for this GPU, and its version. Raises
     ``ValueError`` if there is none.
     """
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
@@ -157,7 +159,7 @@ def find_flash(
 def choose_paged_flash(
     device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int
 ) -> PagedFlash | None:
-    """FlashAttention over pages of ``page_size`` tokens; None where it cannot be had."""
+    """FlashAttention over pages of ``page_size`` tokens; None if it is not available."""
     try:
         flash, version = find_flash(device, dtype, head_dim)
         if version not in (2, 3):
@@ -167,9 +169,9 @@ def choose_paged_flash(
         if page_size % 16:
             raise ValueError(f"needs a page_size of a multiple of 16, here {page_size}")
         if version == 3 and page_size >= 64:
-            # It reads whole tiles of a page that its tile of keys divides, at least 64,
-            # and multiplies by 0 what lies behind the tokens, which may be NaN. From
-            # smaller pages it reads the tokens alone.
+            # From a page that its tile of keys divides (64 keys or more), it reads
+            # whole tiles, and multiplies by 0 the values behind the tokens, which may
+            # be NaN. From smaller pages it reads only the tokens.
             raise ValueError(f"needs a page_size below 64, here {page_size}")
     except ValueError as error:
         if device.type != "cpu":
@@ -186,8 +188,8 @@ def choose_paged_flash(
         k_cache, v_cache = (
             x.unflatten(1, (-1, num_kv_heads)) for x in (tokens.k_pages, tokens.v_pages)
         )
-        # The most that fit the tables: a captured launch stays correct for all that
-        # they may hold.
+        # As many keys as fit the tables: a captured launch then stays correct, whatever
+        # the tables hold.
         rows = {"cu_seqlens_q": cu_seqlens, "max_seqlen_q": max_seqlen}
         keys = {
             "seqused_k": tokens.token_lens,

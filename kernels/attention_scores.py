@@ -13,15 +13,15 @@ the ``count`` highest are retained, in ascending order.
 
 In MaskKV (arXiv 2510.09309, equation 6) mask tokens vote for keys by their attention.
 With the voters' queries q_{i,h}, and lse_{i,h} = log Σ_j exp(s_{ij,h}) over **all**
-keys of the voter's sequence, of which those voted on are a part:
+keys of the voter's sequence (the keys voted on are some of them):
 
     score_{g,j} = (1/|{h: g(h)=g}|) Σ_{h: g(h)=g} Σ_i exp(s_{ij,h} − lse_{i,h}),
     s_{ij,h} = q_{i,h} · k_{j,g} / √d
 
 The paper's pseudo-code takes the softmax over the prompt's keys alone; its equation 6
-and its text take it over the whole sequence, as this does. Attention has already
-computed the denominators, so one pass over tiles of the scores is enough on a GPU; a
-CPU holds those of one KV head.
+and its text take it over the whole sequence, and so does this code. Attention has
+already computed the denominators, so one pass over tiles of the scores is enough on a
+GPU. A CPU holds the scores of one KV head at a time.
 """
 
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ def mean_query_scores(q: Tensor, k: Tensor) -> Tensor:
     head_dim]`` and ``k`` ``[num_candidates, num_kv_heads, head_dim]``.
 
     It is a sum over the heads of this rank. For the mean of Algorithm 3,
-    tensor-parallel ranks add theirs and divide by the number of query heads of the
+    tensor-parallel ranks add their sums and divide by the number of query heads of the
     whole model.
     """
     mean = q.float().mean(dim=0)
@@ -52,11 +52,11 @@ def mean_query_scores(q: Tensor, k: Tensor) -> Tensor:
 
 def top_indices(scores: Tensor, count: int, *, in_order: bool = True) -> Tensor:
     """Indices of the ``count`` largest scores of each row ``[..., num_scores]``, int64
-    ``[..., count]``, largest first unless a CPU may give them in any order.
+    ``[..., count]``. The largest comes first, unless ``in_order`` is False on a CPU.
 
-    Equal scores: on a GPU the first come first, because what ``torch.topk`` takes there
-    depends on the sizes. On a CPU ``torch.topk`` decides: the outputs of the authors'
-    code, which the tests compare with, come from CPUs.
+    Ties: on a GPU the first of equal scores wins, because the choice of ``torch.topk``
+    depends on the sizes there. On a CPU ``torch.topk`` decides, because the tests
+    compare with outputs of the authors' code on CPUs.
     """
     if scores.is_cuda:
         return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
@@ -64,8 +64,8 @@ def top_indices(scores: Tensor, count: int, *, in_order: bool = True) -> Tensor:
 
 
 def max_pooled(scores: Tensor, width: int) -> Tensor:
-    """Scores ``[rows, tokens]`` where each token counts as the best within ``width //
-    2`` places; ``width`` is odd.
+    """Max-pooled scores ``[rows, tokens]``: each token gets the best score within
+    ``width // 2`` places. ``width`` is odd.
     """
     return (
         scores
@@ -77,10 +77,10 @@ def max_pooled(scores: Tensor, width: int) -> Tensor:
 def select_retained(scores: Tensor, count: int, pool_kernel_size: int) -> Tensor:
     """The ``count`` candidates to retain, ascending, int64 ``[count]`` or
     ``[num_requests, count]``, from scores ``[num_candidates]`` or ``[num_requests,
-    num_candidates]``, ``max_pooled`` before.
+    num_candidates]``, which ``max_pooled`` pools first.
 
-    Pooling makes neighbours equal, so the last place is often a tie, which
-    ``top_indices`` decides.
+    Pooling makes neighbours equal, so there is often a tie for the last place.
+    ``top_indices`` decides it.
     """
     if count:
         scores = max_pooled(scores.view(-1, scores.shape[-1]), pool_kernel_size).view(
@@ -108,8 +108,8 @@ def voting_scores(q: Tensor, k: Tensor, lse: Tensor) -> Tensor:
 
 
 class KeysInPages(NamedTuple):
-    """Keys that requests have in pages, in one layer: fields of ``PagedTokens``,
-    token-major.
+    """Keys that requests have in pages, in one layer. Fields are those of
+    ``PagedTokens``, token-major.
     """
 
     k_pages: Tensor
@@ -131,10 +131,10 @@ def summed_probabilities(
     num_rows, num_tokens]``; zeros behind a request's rows and tokens.
 
     Args:
-        q, lse: as of ``voting_scores``; ``lse`` contiguous.
+        q, lse: as for ``voting_scores``; ``lse`` contiguous.
         cu_seqlens: first row of each request and, last, where rows end; int32
             ``[num_requests + 1]``.
-        num_rows, num_tokens: upper bounds of a request's.
+        num_rows, num_tokens: upper bounds of the rows and tokens of a request.
     """
     k_pages, page_tables, head_len = keys
     num_requests, num_kv_heads = head_len.shape

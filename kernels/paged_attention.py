@@ -2,14 +2,14 @@ r"""Attention of a batch's rows to tokens in pages (``PagedTokens``), and to the
 keys and values.
 
 With K_h, V_h the keys and values that request r has in pages for KV head h and, with
-``attend_fresh``, those of its own rows R_r as well:
+``attend_fresh``, the keys and values of its own rows R_r as well:
 
     out_i = Σ_j exp(s_ij − lse_i) v_j,   s_ij = q_i · k_j / √d,   lse_i = log Σ_j
     exp(s_ij),   i ∈ R_r
 
-A row i with a limit sees the keys j < limit_i alone; a request's tokens in pages come
-first, its rows behind them. Query heads share KV heads in consecutive groups. A row
-with nothing to attend to has out = 0 and lse = −∞.
+A row i with a limit sees only the keys j < limit_i. They count a request's tokens in
+pages first, then its rows. Query heads share KV heads in consecutive groups. A row with
+nothing to attend to has out = 0 and lse = −∞.
 """
 
 import itertools
@@ -60,19 +60,19 @@ class PagedTokens(NamedTuple):
     CUDA launch splits the work: a captured one stays correct for longer heads."""
     token_lens: Tensor | None = None
     """Tokens of each request, int32 ``[num_requests]``, contiguous, if the layout is
-    token-major: then all its heads have so many. None: either layout."""
+    token-major: all heads of a request then have equally many. None: either layout."""
 
 
 PagedFlash = Callable[[Tensor, Tensor, PagedTokens, int], Tensor]
-"""Computes ``paged_attention`` of queries, ``cu_seqlens``, tokens with ``token_lens``,
-and ``max_seqlen``: to pages alone, without limits. Rows of a request without tokens are
-undefined."""
+"""Computes ``paged_attention`` from queries, ``cu_seqlens``, tokens with
+``token_lens``, and ``max_seqlen``: only to pages, without limits. Rows of a request
+without tokens are undefined."""
 _flash: PagedFlash | None = None
 
 
 def use_paged_flash(attend: PagedFlash | None) -> None:
-    """Let ``attend`` compute in this process what it can of ``paged_attention``; at
-    first there is none.
+    """Let ``attend`` compute in this process those calls of ``paged_attention`` that it
+    can compute. There is none by default.
     """
     global _flash
     _flash = attend
@@ -97,14 +97,14 @@ def paged_attention(
         k, v: the rows' own keys and values, ``[num_rows, num_kv_heads, head_dim]``.
         cu_seqlens: first row of each request and, last, where rows end; int32
             ``[num_requests + 1]``. The results of rows behind these are undefined.
-        tokens: what requests have in pages; None: nothing.
-        attend_fresh: attend to the request's own rows as well; otherwise to its pages
-            alone.
+        tokens: tokens that requests have in pages; None: none.
+        attend_fresh: attend to the request's own rows as well; otherwise only to its
+            pages.
         max_seqlen: an upper bound of the rows per request. A captured launch stays
             correct for all tables within it.
-        limits: how many of its request's keys each row sees, int32 ``[num_rows]``: of
-            the tokens in pages, and with ``attend_fresh`` of the request's rows behind
-            them. It may be more than there are. None: all of them.
+        limits: number of its request's keys that each row sees, int32 ``[num_rows]``,
+            counted over the tokens in pages, then with ``attend_fresh`` the request's
+            rows. A limit may exceed the number of keys. None: no limits.
         lse: where to write the logarithm of each softmax's denominator; contiguous
             float32 ``[num_rows, num_heads]``.
     """
@@ -217,8 +217,9 @@ _NO_KEY = torch.iinfo(torch.int32).max
 
 def _retained(request: int, tokens: PagedTokens) -> tuple[Tensor, Tensor, Tensor]:
     """Keys and values of a request's tokens in pages, ``[num_kv_heads, longest head,
-    head_dim]``, and their numbers in the request, ``[num_kv_heads, longest head]``.
-    Where a head is shorter, they are zeros, and the number is that of no key."""
+    head_dim]``, and the number of each token in the request, ``[num_kv_heads, longest
+    head]``. Behind the last token of a shorter head, values are zeros, and numbers are
+    those of no key."""
     if tokens.token_lens is not None:
         return _retained_by_token(request, tokens)
     slots_per_page = tokens.k_pages.shape[1]
@@ -242,7 +243,7 @@ def _retained(request: int, tokens: PagedTokens) -> tuple[Tensor, Tensor, Tensor
 def _retained_by_token(
     request: int, tokens: PagedTokens
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``_retained`` of the token-major layout, page by page."""
+    """``_retained`` for the token-major layout, page by page."""
     num_heads = tokens.head_len.shape[1]
     slots_per_page = tokens.k_pages.shape[1]
     start, num_tokens = (

@@ -1,11 +1,10 @@
-r"""What is written to and read from pages: keys and values in slots, and rows of
-features.
+r"""Reads and writes of pages: keys and values in slots, and rows of features.
 
 A slot holds the key or value of one KV head of one token. A row of features is as wide
 as the model's hidden states: a page of E = 2 · slots_per_page · head_dim elements holds
 ⌊E / width⌋ whole rows, one after the other, and leaves the rest unused. Row slot σ lies
-in page σ // rows_per_page at place σ % rows_per_page; −1: in none. Rows that no slot
-names are never used in arithmetic: they may hold NaN.
+in page σ // rows_per_page at place σ % rows_per_page; −1: no page. Rows without a slot
+are never used in arithmetic: they may hold NaN.
 """
 
 from typing import NamedTuple
@@ -30,9 +29,9 @@ def write_kv(
     Args:
         k, v: ``[num_rows, num_kv_heads, head_dim]``.
         k_pages, v_pages: ``[num_pages, slots_per_page, head_dim]``.
-        slots: ``page · slots_per_page + offset``, int64 ``[..., num_kv_heads]``. What
-            is below 0 is not written, or to page 0, which is no request's. No other
-            slot may be named twice.
+        slots: ``page · slots_per_page + offset``, int64 ``[..., num_kv_heads]``. A row
+            with a slot below 0 is not written, or is written to page 0, which belongs
+            to no request. No other slot may occur twice.
         rows: int64 ``[num_rows]``, contiguous.
     """
     places = page_places(slots if rows is None else slots[rows], k_pages)
@@ -40,8 +39,8 @@ def write_kv(
 
 
 def page_places(slots: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
-    """Page of each slot, of keys and values or of rows, and place in it; the first of
-    all for one below 0.
+    """Page of each slot and place in that page, for slots of keys and values or row
+    slots. A slot below 0 counts as slot 0.
     """
     slots = slots.clamp(min=0)
     slots_per_page = pages.shape[1]
@@ -64,7 +63,7 @@ class ComputedRows(NamedTuple):
     attended: Tensor
     """Output of the attention branch."""
     before_mlp: Tensor
-    """The sum that goes into the other branch."""
+    """Residual stream between the branches: the input of the feed-forward branch."""
     mlp_output: Tensor
 
 
@@ -77,16 +76,16 @@ def add_or_renew_features(
     computed: ComputedRows,
 ) -> None:
     """Bring hidden states to the end of a layer that has ``computed`` some rows: a row
-    with place p ≥ 0 becomes ``before_mlp[p] + mlp_output[p]``, and its features
-    ``mlp_output[p] + attended[p]``; features are added to all others. Nothing is
-    converted to float32.
+    with place p ≥ 0 becomes ``before_mlp[p] + mlp_output[p]``, and its features become
+    ``mlp_output[p] + attended[p]``. To every other row its features are added. Nothing
+    is converted to float32.
 
     Args:
         hidden: ``[num_rows, width]``, contiguous.
-        rows: as ``feature_rows`` gives them.
+        rows: the result of ``feature_rows``.
         slots: row slots of the features, int64 ``[num_rows]``.
-        places: where ``computed`` has each row, int64 ``[num_rows]``; −1: it was not
-            computed.
+        places: index of each row in ``computed``, int64 ``[num_rows]``; −1: the row was
+            not computed.
     """
     attended, before_mlp, mlp_output = computed
     is_computed = places >= 0

@@ -23,7 +23,7 @@ def rotary_table(
     """float32 ``[num_positions, rotary_dim]``: a position's cosines, then its sines,
     times ``scale``.
 
-    ``inverse_frequencies``: base^(−2j/d) above, or what RoPE scaling makes of them,
+    ``inverse_frequencies``: base^(−2j/d) above, with RoPE scaling if there is any,
     float32 ``[rotary_dim / 2]``.
     """
     positions = torch.arange(
@@ -42,11 +42,11 @@ def rotate_(
 
     Args:
         x: ``[num_rows, num_heads, head_dim]``, each head contiguous.
-        positions: of the rows, int64 ``[num_rows]``, contiguous; all within
-            ``cos_sin``, which is not checked.
+        positions: positions of the rows, int64 ``[num_rows]``, contiguous. All must be
+            within ``cos_sin``; this is not checked.
         cos_sin: ``rotary_table``, contiguous.
-        rows: where ``positions`` has that of each row, int64 ``[num_rows]``,
-            contiguous; None: in their order.
+        rows: index of each row's position in ``positions``, int64 ``[num_rows]``,
+            contiguous; None: in order.
     """
     rotary_dim = cos_sin.shape[1]
     cos, sin = cos_sin[positions if rows is None else positions[rows], None].chunk(

@@ -1,9 +1,10 @@
 r"""Sampling of tokens, with random numbers that are a function of (seed, forward pass,
 position, token id).
 
-No generator has a state, so a request draws the same numbers at any batch, tile or rank
-count, and a vocabulary shard draws just its own. The function is SplitMix64's finalizer
-(Steele, Lea, Flood 2014) chained over the four counters.
+There is no generator state. So a request draws the same numbers with any batch, tile
+size and number of ranks, and a vocabulary shard draws only its own numbers. The
+function is SplitMix64's finalizer (Steele, Lea, Flood 2014) chained over the four
+counters.
 
 With u_j the number of token j, the token
 
@@ -12,7 +13,7 @@ With u_j the number of token j, the token
 is a draw from softmax(l / T): the Gumbel-max trick. The argmax of exp(l_j) / (−log
 u_j)^T is the same token.
 
-Before that, top-p and top-k may leave the likeliest tokens alone.
+Before the draw, top-p and top-k may leave out all but the likeliest tokens.
 """
 
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ _MIX_2 = 0x94D049BB133111EB
 NO_TOKEN = -1
 """Token id of draws that belong to a position rather than to a token."""
 _NUMBERS_AT_ONCE = 1 << 22
-"""Drawn at once by the plain kernel: 32 MiB for each step of the hash."""
+"""Numbers that the CPU kernel draws at once: 32 MiB for each step of the hash."""
 
 
 class Counters(NamedTuple):
@@ -41,7 +42,7 @@ class Counters(NamedTuple):
 
 
 def signed_seed(seed: int) -> int:
-    """A seed of up to 64 bits as the int64 of the same bits."""
+    """The int64 with the same bits as a seed of up to 64 bits."""
     seed &= (1 << 64) - 1
     return seed - (1 << 64) if seed >= 1 << 63 else seed
 
@@ -72,14 +73,16 @@ def uniform(
 
 def gumbel_of(numbers: Tensor) -> Tensor:
     """Standard Gumbel noise from uniform numbers, float64: at lower precision its tail
-    is cut off and sampling is biased to the mode."""
+    is cut off, and sampling is biased towards the mode."""
     return -torch.log(-torch.log(numbers))
 
 
 def noisy_logits(
     logits: Tensor, counters: Counters, first_token: int, temperature: float
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Noisy logits of ``gumbel_max``, float64: some rows at a time, with their indices."""
+    """Noisy logits of ``gumbel_max``, float64, for some rows at a time, with the
+    indices of these rows.
+    """
     token_ids = torch.arange(
         first_token, first_token + logits.shape[1], device=logits.device
     )
@@ -103,14 +106,14 @@ def gumbel_max(
     temperature: float,
     forbidden_token: int,
 ) -> tuple[Tensor, Tensor]:
-    """A token for each row, drawn from the softmax of its logits at a temperature: what
-    it won with, float64 ``[num_rows]`` (the best of several shards is the draw of all),
-    and its column, int64 ``[num_rows]``.
+    """Draw a token for each row from the softmax of its logits at a temperature.
+    Returns the score that won, float64 ``[num_rows]``, and its column, int64
+    ``[num_rows]``. The best score of all shards is the draw from the whole vocabulary.
 
     Args:
-        logits: of a shard of the vocabulary, ``[num_rows, vocab_size]``, float32,
-            float16 or bfloat16. Divided by the temperature in float32; the noise is
-            added in float64.
+        logits: logits of a shard of the vocabulary, ``[num_rows, vocab_size]``,
+            float32, float16 or bfloat16. They are divided by the temperature in
+            float32; the noise is added in float64.
         first_token: token id of the shard's first column.
         temperature: above 0.
         forbidden_token: column that is never drawn, such as the mask's; −1 for none.
@@ -129,25 +132,24 @@ def filtered_logits(
     logits: Tensor, temperature: float, top_p: float, top_k: int, forbidden_token: int
 ) -> Tensor:
     """Logits at a temperature, float32 ``[num_rows, vocab_size]``: the lowest finite
-    number where top-p, then top-k, leaves a token out (in this order). Rows with NaN,
-    or +∞, or −∞ alone are not numbers to draw from, and what is left out of them is not
-    defined.
+    number where top-p, then top-k, leaves a token out (in this order). The result is
+    undefined for rows with NaN or +∞, and for rows of only −∞.
 
-    Top-p takes tokens by descending probability, of equal ones those of lower ids
-    first, while those taken before sum to at most ``top_p``: the token that crosses it
-    is in. Top-k takes all tokens that are as likely as the k-th. Where the forbidden
-    token alone would be left, the likeliest other is too.
+    Top-p takes tokens by descending probability, and equally probable tokens by
+    ascending id, while the tokens before sum to at most ``top_p``: the token that
+    crosses it is taken. Top-k takes all tokens that are at least as likely as the k-th.
+    If only the forbidden token would be left, the likeliest other token is taken too.
 
-    Kernels round the sums of top-p differently: they agree on every token but those for
-    which the sum of what comes before differs from ``top_p`` by less than 1e-5.
+    Kernels round the sums of top-p differently. They may disagree about a token only if
+    the sum of the tokens before it is within 1e-5 of ``top_p``.
 
     Args:
         logits: ``[num_rows, vocab_size]``, float32, float16 or bfloat16.
         temperature: above 0; logits are divided by it in float32.
-        top_p: above 0; from 1 on it leaves nothing out.
+        top_p: above 0; 1 or more leaves nothing out.
         top_k: 0 leaves nothing out.
-        forbidden_token: column that is never drawn, such as the mask's, and counts all
-            the same; −1 for none.
+        forbidden_token: column that is never drawn, such as the mask's, although its
+            probability counts; −1 for none.
     """
     logits = unfiltered = logits.float() / temperature
     lowest = torch.finfo(logits.dtype).min

@@ -1,15 +1,14 @@
-r"""Rows that have changed most since their values were retained (V-verify of
-dLLM-Cache, arXiv 2506.06295).
+r"""Choice of the rows that have changed most since their values were retained (V-verify
+of dLLM-Cache, arXiv 2506.06295).
 
-With the fresh values a_{i,h} of row i and KV head h, and those retained for it,
-b_{i,h}:
+With the fresh values a_{i,h} of row i and KV head h, and the retained values b_{i,h}:
 
     cosine_i = Σ_h a_{i,h} · b_{i,h} / (max(‖a_i‖, ε) max(‖b_i‖, ε)),   ‖a_i‖² = Σ_h
     a_{i,h} · a_{i,h},   ε = 1e-8 distance_i = ‖a_i − b_i‖² = ‖a_i‖² + ‖b_i‖² − 2 Σ_h
     a_{i,h} · b_{i,h}
 
-All heads of a row are one vector. The three sums are separate from what is made of
-them, so that tensor-parallel ranks, which hold some heads each, can add theirs first.
+All heads of a row are one vector. The three sums are separate from the similarities, so
+that tensor-parallel ranks, which hold some heads each, can add their sums first.
 """
 
 from collections.abc import Callable
@@ -22,10 +21,10 @@ from dllm_engine.kernels._operator import Operator
 from dllm_engine.kernels.pages import page_places
 
 EPS = 1e-8
-"""As ``torch.nn.functional.cosine_similarity`` has it."""
+"""ε of ``torch.nn.functional.cosine_similarity``."""
 ROUNDING = 1e-6
-"""Similarities closer to 1 than this are taken for 1; float32 products of one vector by
-itself stay within it.
+"""Similarities closer to 1 than this count as 1. Rounding of a vector's float32 product
+with itself stays within it.
 """
 
 
@@ -41,18 +40,17 @@ def replace_and_compare(fresh: Tensor, pages: Tensor, slots: Tensor) -> Tensor:
             are whole slots apart.
         slots: the physical slot ``page · slots_per_page + offset`` of the value
             retained for each row and KV head; int64 ``[num_rows, num_kv_heads]``. −1:
-            there is none, and the head is left out of the row's sums; it is written
-            nowhere, or to page 0, which is no request's. No other slot may be named
-            twice.
+            no value is retained. The head is then left out of the row's sums, and is
+            not written, or is written to page 0, which belongs to no request. No other
+            slot may occur twice.
     """
     kept = (slots >= 0)[..., None]
     places = page_places(slots, pages)
     retained = pages[places]
     pages[places] = fresh
-    # A product with 0 would not do: slots without a value may hold NaN.
+    # Not a product with 0, because slots without a value may hold NaN.
     a, b = (x.where(kept, 0).flatten(1).float() for x in (fresh, retained))
-    # All three in the same order of additions, so that rows that have not changed get
-    # equal sums.
+    # All three sums add in the same order, so that unchanged rows get equal sums.
     products = (a * b, a * a, b * b)
     return torch.stack([product.sum(dim=1) for product in products])
 
@@ -61,17 +59,17 @@ def cosine(sums: Tensor) -> Tensor:
     """Cosine similarity of each row, at most 1 − ``ROUNDING``; float32 ``[...,
     num_rows]``, 0 where a vector is 0.
 
-    ``sums`` ``[3, ..., num_rows]``: as ``replace_and_compare`` returns them, of all
-    heads of the model.
+    ``sums`` ``[3, ..., num_rows]``: sums of ``replace_and_compare`` over all heads of
+    the model.
     """
     norms = sums[1:].sqrt().clamp_(min=EPS)
     return (sums[0] / (norms[0] * norms[1])).clamp_(max=1 - ROUNDING)
 
 
 def negative_distance(sums: Tensor) -> Tensor:
-    """Minus the squared L2 distance of each row's two vectors, so that less is less
-    similar; arguments and result as of ``cosine``. 0 where the vectors differ by the
-    rounding of the sums alone."""
+    """Minus the squared L2 distance of each row's two vectors, so that a smaller number
+    means less similar. Arguments and result as for ``cosine``. 0 where the vectors
+    differ only by the rounding of the sums."""
     squares = sums[1] + sums[2]
     distance = squares - 2 * sums[0]
     return -distance.masked_fill(distance <= ROUNDING * squares, 0)
@@ -82,8 +80,8 @@ SIMILARITIES: dict[str, Callable[[Tensor], Tensor]] = {
     "l2": negative_distance,
     "random": itemgetter(0),
 }
-"""By the names of dLLM-Cache's metrics (appendix A.5). ``random``: numbers that were
-drawn, ``[1, ..., num_rows]``.
+"""Similarities by the names of dLLM-Cache's metrics (appendix A.5). ``random`` takes
+drawn numbers ``[1, ..., num_rows]``.
 """
 
 
@@ -96,22 +94,22 @@ def choose_least_similar(
     rows: Tensor,
     place_of_row: Tensor,
 ) -> None:
-    """Choose the rows to compute again, of each member of a batch those that are least
-    similar.
+    """Choose the rows to compute again: the least similar rows of each member of a
+    batch.
 
-    Ties go to the first row. Rows that differ from 1 by rounding alone are ties: matrix
-    products of different shapes give an unchanged row different last bits.
+    Ties go to the first row. Similarities that differ from 1 only by rounding are ties:
+    matrix products of different shapes give an unchanged row different last bits.
 
     Args:
-        sums: of the candidates, ``[sums, batch, num_candidates]``, as ``metric`` takes
-            them, one of ``SIMILARITIES``.
+        sums: sums of the candidates, ``[sums, batch, num_candidates]``, for ``metric``,
+            which is one of ``SIMILARITIES``.
         candidates: rows to choose from, int64 ``[batch, num_candidates]``; all
             different.
-        places: where the chosen ones go, the least similar first, int64 ``[batch,
+        places: places of the chosen rows, the least similar row first, int64 ``[batch,
             count]``; all different.
-        rows: takes the chosen rows at their places, int64.
-        place_of_row: takes the place of each chosen row, and −1 for other candidates,
-            int64.
+        rows: receives the chosen rows at their places, int64.
+        place_of_row: receives the place of each chosen row, and −1 for other
+            candidates, int64.
     """
     order = SIMILARITIES[metric](sums).sort(stable=True).indices
     chosen = candidates.gather(1, order[:, : places.shape[1]])

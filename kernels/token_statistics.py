@@ -11,13 +11,13 @@ For logits l_1 … l_V of a row, and p = softmax(l):
     probabilities
     negative_entropy = Σ_j p_j log(p_j + ε),  ε = 1e-10
 
-The forbidden token counts in all of them but the first. One pass keeps the running
+The forbidden token counts in all statistics but ``token``. One pass keeps the running
 maximum m and the sums S = Σ exp(l_j − m) and A = Σ exp(l_j − m)(l_j − m), which it
 rescales when m grows; then log_total = m + log S and Σ p_j log p_j = A/S − log S. This
-leaves out ε, which adds Σ p_j log(1 + ε/p_j): between 0 and V·ε, about 1e-5. The CPU
-takes a second pass and includes it.
+leaves out ε, which would add Σ p_j log(1 + ε/p_j): between 0 and V·ε, about 1e-5. The
+CPU makes a second pass and includes ε.
 
-The shards i of a vocabulary combine from these numbers alone: log_total = log Σ_i
+Shards i of a vocabulary are combined from these numbers: log_total = log Σ_i
 exp(log_total_i) and, with w_i = exp(log_total_i − log_total), negative_entropy = Σ_i
 w_i (negative_entropy_i + log w_i).
 """

@@ -8,7 +8,7 @@ from vllm.v1.request import Request
 
 
 class ClientOutputs:
-    """Outputs of each client, a front end, after the current step."""
+    """Outputs that wait for each client, which is a front end of vLLM."""
 
     def __init__(self, *, tells_ended: bool) -> None:
         """``tells_ended``: clients also get the ids of requests that ended."""
@@ -24,7 +24,7 @@ class ClientOutputs:
         self._outputs[request.client_index].append(output)
 
     def end(self, request: Request) -> None:
-        """Note that a request has ended, however it did."""
+        """Note that a request has ended, for whatever reason."""
         if self.tells_ended:
             self._ended[request.client_index].add(request.request_id)
 

@@ -29,7 +29,7 @@ class MetricSpec:
     dictionary by its values.
     """
     values: tuple[str, ...] = ()
-    """All values of ``label``, so that each is there from the start."""
+    """All values of ``label``, so that each series exists from the start."""
     buckets: tuple[float, ...] = ()
     of_vllm: bool = False
     """True if vLLM's own diffusion models report a metric of this name and meaning."""
@@ -38,8 +38,8 @@ class MetricSpec:
 def metric(
     kind: Literal["counter", "gauge", "histogram"], unit: str, meaning: str, **more: Any
 ) -> Any:
-    """A field of ``EngineStats``: a number, numbers by label, or for a histogram a list
-    of them.
+    """Declare a field of ``EngineStats``: a number, a dictionary of numbers by label,
+    or for a histogram a list of numbers.
     """
     spec = MetricSpec(kind, unit, meaning, **more)
     blank: Callable[[], Any] = (
@@ -50,8 +50,8 @@ def metric(
 
 @dataclass
 class EngineStats:
-    """Counts since the last message, and gauges of this moment. Plain numbers: it
-    crosses processes as a dictionary.
+    """Counts since the last message, and current gauges. All are plain numbers, because
+    the object crosses processes as a dictionary.
     """
 
     pages_total: int = metric(
@@ -82,8 +82,8 @@ class EngineStats:
         "Denoising steps as vLLM counts them: one more per complete block.",
         of_vllm=True,
     )
-    """vLLM's block diffusion ends each block with a pass that only commits it. Ours
-    need no such pass; ``vllm bench serve`` takes one per block off again."""
+    """vLLM's block diffusion ends each block with a pass that only commits it, and
+    ``vllm bench serve`` subtracts one pass per block. Our models need no such pass."""
     num_canvas_positions: int = metric(
         "counter",
         "positions",
@@ -152,8 +152,8 @@ class EngineStats:
         self.tokens_retained = tokens_retained
 
     def add_ended(self, progress: Progress) -> None:
-        """Count a request that ended, however it did; one that never ran has nothing to
-        tell.
+        """Count a request that has ended, for whatever reason. A request that never ran
+        is not counted.
         """
         if progress.num_forwards:
             self.request_pages_held.append(progress.pages_held)
@@ -162,14 +162,14 @@ class EngineStats:
             )
 
     def message(self) -> dict[str, Any]:
-        """The counts for ``SchedulerStats.kv_connector_stats``: the only free
-        dictionaries of vLLM's message are those of key-value connectors.
+        """The counts for ``SchedulerStats.kv_connector_stats``. vLLM's message has no
+        other dictionary that is free.
         """
         return {STATS_KEY: vars(self)}
 
 
 def take_stats(scheduler_stats: SchedulerStats | None) -> dict[str, Any] | None:
-    """Take ours out of vLLM's message; None where there is none."""
+    """Remove our counts from vLLM's message and return them; None if there are none."""
     message = (
         None
         if scheduler_stats is None

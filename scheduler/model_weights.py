@@ -1,26 +1,29 @@
-"""Changes of an engine's weights while it lives."""
+"""Changes of an engine's weights while it runs."""
 
 
 class ModelWeights:
-    """Tells whether the engine has all of its weights, and how often they changed."""
+    """State of the engine's weights: whether they are complete, and how often they have
+    changed.
+    """
 
     def __init__(self) -> None:
         self.incomplete_since: str | None = None
-        """The call that began to change the weights, until another one completes them.
-        No request begins then.
+        """Name of the call after which weights are incomplete, until another call
+        completes them; None: they are complete. No request begins while they are
+        incomplete.
         """
         self.num_changes = 0
 
     def begin_change(self, call: str, *, breaks: bool) -> None:
-        """A call of the workers is about to change weights. ``breaks``: they are
-        incomplete even if it fails.
+        """Note that a call of the workers is about to change weights. ``breaks``:
+        weights are incomplete afterwards even if the call fails.
         """
         self.num_changes += 1
         if breaks:
             self.incomplete_since = call
 
     def end_change(self, call: str, *, complete: bool) -> None:
-        """The call has ended; ``complete``: it leaves no part of the weights out."""
+        """Note that the call has ended. ``complete``: all weights are there now."""
         self.incomplete_since = None if complete else call
 
     def require(self) -> None:

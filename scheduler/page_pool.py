@@ -1,10 +1,10 @@
 """Pages: fixed-size blocks of cache memory, owned by vLLM's ``BlockPool`` and handed
 out per request.
 
-Requests share pages that hold the same, by vLLM's prefix caching: a page that is filled
+Requests share pages with equal content, by vLLM's prefix caching: a page that is filled
 for good gets a key, stays in the pool when its request ends, and is found by the next
-request with that key until the pool needs its memory. Behind the last one, a request
-begins with a copy of a page that holds the same at first.
+request with that key until the pool needs its memory. After the last shared page, a
+request may begin with a copy of a page whose first tokens are its own.
 """
 
 import struct
@@ -24,10 +24,10 @@ from dllm_engine.decoding.canvas_layout import CanvasLayout
 def prefix_keys(
     hashes: Sequence[BlockHash], page_size: int, layout: CanvasLayout, pages: range
 ) -> list[BlockHash]:
-    """Keys of these pages of a text, as far as vLLM's hashes of its pages tell. What a
-    page holds depends on all tokens up to the end of the last block that it touches,
-    and on where blocks begin. With full attention it depends on all that follows, too,
-    which requests that share prompts do not ask."""
+    """Keys of these pages of a text, as many as vLLM's hashes of the text allow. The
+    content of a page depends on all tokens up to the end of the last block that it
+    touches, and on where blocks begin. With full attention it depends on all later
+    tokens too, but requests that share prompts ignore that."""
     keys = []
     length = layout.attended_length
     lead = layout.lead
@@ -49,16 +49,16 @@ class NextPage(NamedTuple):
     """The pages that followed a page in a request: one of each table."""
 
     tokens: Sequence[int]
-    """The first tokens of it, which are filled for good."""
+    """The first tokens of the pages, which are filled for good."""
     pages: list[KVCacheBlock]
     times_given: list[int]
-    """Number of times that each of them had been given to requests."""
+    """Number of times that each of the pages had been given to requests."""
 
 
 class PagePool:
-    """Reserves pages for a request at admission and allocates them when they are
-    needed. A request that did not reserve the most that it can ever need asks for more
-    with ``grow``."""
+    """Pool that reserves pages for a request at admission and allocates them when they
+    are needed. A request that has not reserved all the pages that it may need asks for
+    more with ``grow``."""
 
     def __init__(
         self, num_pages: int, hash_block_size: int, *, shares: bool = False
@@ -74,16 +74,18 @@ class PagePool:
         self._reserved: dict[str, int] = {}
         self._tables: dict[str, list[list[KVCacheBlock]]] = {}
         self._num_held = 0
-        """Pages of all tables; a shared one counts once for each."""
+        """Pages of all tables; a shared page counts once per table."""
         self.num_keyed: Counter[str] = Counter()
         """Pages of each table of a request that others can find."""
         self._next_pages: dict[int, NextPage] = {}
-        """By the id of the page of the first table that they followed last."""
+        """Next pages by the id of the page before them, in the first table of the
+        latest request.
+        """
         self._times_given: Counter[int] = Counter()
         """Number of times that a page has been given to requests, by page id."""
         self._given_now: Counter[int] = Counter()
-        """How often it was given out in the current step, which overwrites it after it
-        was copied.
+        """Number of times that a page has been given out in the current step, by page
+        id. The step copies pages before it overwrites them.
         """
 
     @property
@@ -92,8 +94,8 @@ class PagePool:
 
     @property
     def num_reserved(self) -> int:
-        """Pages that requests hold, shared ones once, and those that they may still
-        allocate.
+        """Pages that requests hold, where a shared page counts once, and pages that
+        they may still allocate.
         """
         return self.num_allocated + sum(self._reserved.values()) - self._num_held
 
@@ -107,8 +109,8 @@ class PagePool:
     def find(
         self, keys: Sequence[BlockHash], num_tables: int
     ) -> list[list[KVCacheBlock]]:
-        """The pages of a prefix for each of ``num_tables`` tables, as far as all tables
-        have them.
+        """Pages of the longest prefix that all of ``num_tables`` tables have, per
+        table.
         """
         pages_by_key = []
         for key in keys:
@@ -121,8 +123,8 @@ class PagePool:
     def can_reserve(
         self, num_pages: int, shared: Sequence[Sequence[KVCacheBlock]] = ()
     ) -> bool:
-        """Return True if the pool has room for ``num_pages``, of which a request takes
-        ``shared`` ones from ``find``."""
+        """Return True if the pool has room for ``num_pages``, including the ``shared``
+        pages from ``find``."""
         held_by_others = sum(page.ref_cnt > 0 for page in chain.from_iterable(shared))
         return self.num_reserved + num_pages - held_by_others <= self.num_pages
 
@@ -134,9 +136,9 @@ class PagePool:
         num_own: int = 0,
         num_keyed: int = 0,
     ) -> None:
-        """Set aside ``num_pages``, for which ``can_reserve`` is True, for a request.
-        Its tables begin with ``num_own`` pages of its own and then ``shared`` ones.
-        ``num_keyed``: pages of its text that others can find.
+        """Reserve ``num_pages`` for a request; ``can_reserve`` must be True for them.
+        Its tables begin with ``num_own`` new pages and then the ``shared`` pages.
+        ``num_keyed``: pages of its text that other requests can find.
         """
         self._reserved[request_id] = num_pages
         self._blocks.touch([*chain.from_iterable(shared)])
@@ -147,8 +149,8 @@ class PagePool:
         self.num_keyed[request_id] = num_keyed
 
     def grow(self, request_id: str, num_pages: int) -> bool:
-        """Raise a request's reservation to ``num_pages``, if it has less. Return False
-        if the pool has no room for that.
+        """Raise a request's reservation to ``num_pages`` if it is smaller. Return False
+        if the pool has no room.
         """
         more = num_pages - self._reserved[request_id]
         if more > 0 and not self.can_reserve(more):
@@ -159,13 +161,13 @@ class PagePool:
     def add_keys(
         self, request_id: str, keys: Sequence[BlockHash], num_tables: int
     ) -> None:
-        """Let others find the next pages of the first tables of a request, which are
+        """Let other requests find the next pages of a request's first tables, which are
         filled for good.
         """
         before = self.num_keyed[request_id]
         after = before + len(keys)
         size = self._blocks.hash_block_size
-        # All that ``BlockPool`` reads of a request.
+        # ``BlockPool`` reads no other attribute of a request.
         request = cast(
             Request, SimpleNamespace(block_hashes=[BlockHash(b"")] * before + [*keys])
         )
@@ -176,8 +178,8 @@ class PagePool:
     def note_next(
         self, request_id: str, number: int, tokens: Sequence[int], num_tables: int
     ) -> None:
-        """Let others find the pages with this number of a request, of which the first
-        ``tokens`` are filled for good, by the pages before them.
+        """Let other requests find a request's pages of this number by the pages before
+        them. The first ``tokens`` of these pages are filled for good.
         """
         tables = self._tables[request_id][:num_tables]
         pages = [table[number] for table in tables]
@@ -186,8 +188,8 @@ class PagePool:
         self._next_pages[before] = NextPage(tokens, pages, times_given)
 
     def find_next(self, page: KVCacheBlock) -> NextPage | None:
-        """The pages that followed a page of the first table, if they hold the same when
-        the current step begins.
+        """The pages that followed a page of the first table, if their content is the
+        same when the current step begins.
         """
         following = self._next_pages.get(page.block_id)
         if following is None:
@@ -199,8 +201,8 @@ class PagePool:
     def append_copies(
         self, request_id: str, pages: Sequence[KVCacheBlock]
     ) -> tuple[list[int], list[int]]:
-        """Append to each of a request's first tables a page that has to become a copy
-        of one of ``pages``. Returns the ids of the originals, and of the copies.
+        """Append to each of a request's first tables a new page, which has to become a
+        copy of one of ``pages``. Returns the ids of the originals and of the copies.
         """
         sources = [page.block_id for page in pages]
         copies = self._new_pages(len(pages))
@@ -220,8 +222,8 @@ class PagePool:
         return pages
 
     def forget_keys(self) -> bool:
-        """Let no page be found any more. Return False if that cannot be done, because
-        requests hold pages.
+        """Remove all keys, so that no page is found any more. Return False if requests
+        hold pages, and nothing was removed.
         """
         return self._blocks.reset_prefix_cache()
 
@@ -236,7 +238,7 @@ class PagePool:
         tables = self._tables[request_id]
         tables.extend([] for _ in range(len(table_sizes) - len(tables)))
         self._num_held += sum(table_sizes) - sum(map(len, tables))
-        # All surplus first, so that a table may grow on what another gave back.
+        # Free all surplus pages first, so that another table can take them.
         for table, size in zip(tables, table_sizes, strict=True):
             self._blocks.free_blocks(table[size:])
             del table[size:]
@@ -245,7 +247,7 @@ class PagePool:
         return [[page.block_id for page in table] for table in tables]
 
     def release_unused(self, request_id: str) -> None:
-        """Give back what a request reserved beyond the pages it holds."""
+        """Reduce a request's reservation to the pages that it holds."""
         self._reserved[request_id] = sum(map(len, self._tables[request_id]))
 
     def free(self, request_id: str) -> None:
@@ -255,8 +257,8 @@ class PagePool:
         tables = self._tables.pop(request_id, [])
         self._num_held -= sum(map(len, tables))
         pages = chain.from_iterable(map(enumerate, tables))
-        # What is freed first is used again first: a page is of no use without those
-        # before it.
+        # Pages that are freed first are used again first. The last pages go first,
+        # because a page is useless without the pages before it.
         self._blocks.free_blocks(
             page for _, page in sorted(pages, key=lambda numbered: -numbered[0])
         )

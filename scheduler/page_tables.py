@@ -24,20 +24,21 @@ from dllm_engine.text import readable_size
 
 
 class SharedPages(NamedTuple):
-    """Pages of others that a request begins with."""
+    """Pages of other requests that a request begins with."""
 
     tables: list[list[KVCacheBlock]]
     num_anchors: int
-    """Pages of its own before them, in each table."""
+    """New pages before them, in each table."""
     num_found: int
-    """Pages of each table that others can find already."""
+    """Pages of each table that other requests can find already."""
     copied: list[KVCacheBlock]
-    """Pages that the next page of each table begins as a copy of; empty: none."""
+    """Page per table whose copy becomes the next page of the table; empty: no copies.
+    """
 
 
 class PageTables:
-    """Pages that the steps of requests read and write. Where the pool shares pages,
-    requests that begin with the same tokens share those that hold them.
+    """Pages that the steps of requests read and write. If the pool shares pages,
+    requests that begin with the same tokens share the pages of these tokens.
     """
 
     def __init__(
@@ -49,8 +50,8 @@ class PageTables:
         num_anchors: int = 0,
     ) -> None:
         """``watermark``: share of the pages left for running requests to grow into,
-        when another one is admitted beside them. ``num_anchors``: of the pages that a
-        request finds, so many at both ends are filled again.
+        when another request is admitted beside them. ``num_anchors``: number of pages
+        at each end of the shared pages that a request fills again.
         """
         if pages.shares and pages.hash_block_size != geometry.page_size:
             raise ValueError(
@@ -71,45 +72,45 @@ class PageTables:
         self.pages.begin_step()
 
     def find_prefix(self, state: ScheduledRequest) -> SharedPages | None:
-        """Pages of other requests that hold the beginning of one that waits. None: the
-        current step fills the next one, which is worth waiting for.
+        """Pages of other requests that hold the beginning of a waiting request. None:
+        the current step fills the next page, and the request should wait for it.
         """
         keys: list[BlockHash] = []
-        # A seed is predicted by a row, so the last one is computed.
+        # The last row predicts the first token of a block, so it has to be computed.
         unseeded = state.request.num_tokens - state.spec.layout.seeds_blocks
         num_final = self._num_final(state, unseeded)
         if not state.request.skip_reading_prefix_cache:
             keys = self._new_keys(state, num_final)
-        found = self.pages.find(keys, self.geometry.num_layers)
-        num_found = len(found[0]) if found else 0
+        found_pages = self.pages.find(keys, self.geometry.num_layers)
+        num_found = len(found_pages[0]) if found_pages else 0
         if self._being_filled.intersection(keys[num_found : num_found + 1]):
             return None
         first = self.num_anchors
         stop = num_found - self.num_anchors
         if stop <= first:
-            found, first, stop = [], 0, 0
+            found_pages, first, stop = [], 0, 0
         progress = state.progress
         size = self.geometry.page_size
         progress.num_anchored = first * size
         progress.retained = progress.num_shared = stop * size
-        tables = [table[first:stop] for table in found]
+        tables = [table[first:stop] for table in found_pages]
         shared = SharedPages(tables, first, num_found, [])
         if not tables or not self._shares_by_token(state):
             return shared
         following = self.pages.find_next(tables[0][-1])
         if following is None:
             return shared
-        own = state.request.all_token_ids[progress.retained : num_final]
-        alike = sum(takewhile(bool, map(eq, following.tokens, own)))
-        final = state.spec.layout.final_before(progress.retained + alike)
-        if final <= progress.retained:
+        own_tokens = state.request.all_token_ids[progress.retained : num_final]
+        num_equal = sum(takewhile(bool, map(eq, following.tokens, own_tokens)))
+        num_shared = state.spec.layout.final_before(progress.retained + num_equal)
+        if num_shared <= progress.retained:
             return shared
-        progress.retained = progress.num_shared = final
+        progress.retained = progress.num_shared = num_shared
         return shared._replace(copied=following.pages)
 
     def _shares_by_token(self, state: ScheduledRequest) -> bool:
-        """Return True if the tokens of a page that a request fills in part are never
-        computed again.
+        """Return True if requests may share a part of a page, because its tokens are
+        never computed again.
         """
         for_good = self.demand.method.keeps_for_good or state.spec.decision is not None
         return for_good and not self.num_anchors
@@ -122,11 +123,12 @@ class PageTables:
         output: DiffusionSchedulerOutput,
         num_running: int,
     ) -> bool:
-        """Set aside what a request needs to begin with the ``shared`` pages, if as much
-        again as has to stay free is there. ``output`` gets those that are copied.
+        """Reserve the pages that a request needs to begin with the ``shared`` pages.
+        Return False if the pool has not enough pages for this and for the pages that
+        must stay free. ``output`` gets the pages that are copied.
 
-        ``kept_free``: share of the pages that its source leaves to others.
-        ``num_running``: requests that might grow.
+        ``kept_free``: share of all pages that the request's source leaves to others.
+        ``num_running``: number of running requests, which may need more pages.
         """
         running = state.progress.running
         demand = self.demand.at_admission(state.spec, running)
@@ -144,13 +146,13 @@ class PageTables:
         return True
 
     def grow(self, state: ScheduledRequest) -> bool:
-        """Reserve what the running blocks add to a request's pages, if there is room."""
+        """Reserve the pages that the running blocks need, if there is room."""
         running = state.progress.running
         needed = self.demand.num_held(state.spec, running)
         return self.pages.grow(state.request_id, needed)
 
     def record_prefix(self, state: ScheduledRequest) -> None:
-        """Count what a request that begins found of its tokens."""
+        """Count the tokens of a starting request that were found in pages."""
         request = state.request
         if self.pages.shares and not request.skip_reading_prefix_cache:
             self.prefix_stats.record(
@@ -165,7 +167,7 @@ class PageTables:
         self._being_filled.update(self._new_keys(state, num_final))
 
     def share(self, state: ScheduledRequest) -> None:
-        """Let others find the pages that a step has filled for good."""
+        """Let other requests find the pages that a step has filled for good."""
         progress = state.progress
         num_keyed = self.pages.num_keyed[state.request_id]
         for_good = self.demand.method.keeps_for_good
@@ -175,11 +177,11 @@ class PageTables:
             self._note_next(state, max(num_keyed, 1), num_final)
 
     def give_back(self, state: ScheduledRequest) -> None:
-        """Take all pages of a request that has ended. The next turn of a chat may find
-        those with its response, which no step renews any more.
+        """Free all pages of a request that has ended. The next turn of a chat may find
+        the pages of the response, because no step renews them any more.
         """
         failed = state.request.status is RequestStatus.FINISHED_ERROR
-        # Given tokens may not be among those that vLLM has hashed.
+        # vLLM may not have hashed given tokens.
         if state.num_in_order and not failed and not state.spec.layout.template:
             self._add_keys(state, self._num_kept(state))
         self.pages.free(state.request_id)
@@ -190,8 +192,8 @@ class PageTables:
             self.pages.add_keys(state.request_id, keys, num_tables)
 
     def _note_next(self, state: ScheduledRequest, first: int, retained: int) -> None:
-        """Let others find the prompt's pages from ``first`` on, by the pages before
-        them.
+        """Let other requests find the prompt's pages from ``first`` on by the pages
+        before them.
         """
         prompt = state.request.prompt_token_ids or []
         size = self.geometry.page_size
@@ -202,16 +204,19 @@ class PageTables:
                 self.pages.note_next(state.request_id, number, tokens, num_tables)
 
     def _num_kept(self, state: ScheduledRequest) -> int:
-        """Decided tokens at the beginning of the canvas that a request's tables of keys
-        and values have in order."""
+        """Number of decided tokens at the beginning of the canvas whose keys and values
+        a request's tables hold in order."""
         if self.demand.method.keeps_for_good:
-            # Of a long prompt, or of the running block, there may be room for more.
+            # Tables may have room for more: for the rest of a long prompt, or for the
+            # running block.
             return state.progress.retained
         per_layer = state.page_counts.get(PageKind.KV, [0])
         return min(state.num_in_order, min(per_layer) * self.geometry.page_size)
 
     def _num_final(self, state: ScheduledRequest, num_tokens: int) -> int:
-        """The number of the first ``num_tokens`` that are never computed again."""
+        """Number of tokens among the first ``num_tokens`` that are never computed
+        again.
+        """
         if self.demand.method.keeps_for_good:
             return num_tokens
         return state.spec.num_sharable or 0
@@ -223,8 +228,9 @@ class PageTables:
         *,
         needs_pages: bool,
     ) -> None:
-        """Give a request the pages of the guide, and with ``needs_pages`` what a step
-        of the running blocks writes. ``output`` gets the tables that change.
+        """Give a request the pages of the guide, and with ``needs_pages`` the pages
+        that a step of the running blocks writes. ``output`` gets the tables that
+        change.
         """
         counts = state.page_counts | self.demand.guide(state.spec)
         if needs_pages and not state.has_final_pages:
@@ -236,8 +242,8 @@ class PageTables:
         state.progress.pages_held = max(state.progress.pages_held, num_held)
 
     def release_unused(self, state: ScheduledRequest, kv_slots: int) -> None:
-        """Give back what was reserved for the worst case. The table loses its last
-        pages only, which hold nothing.
+        """Free the pages that were reserved for the worst case. The table loses only
+        its last pages, which are empty.
         """
         slots_per_page = self.geometry.page_size * self.geometry.num_kv_heads
         needed = [pages_for(kv_slots, slots_per_page)]
@@ -246,28 +252,28 @@ class PageTables:
         state.has_final_pages = True
 
     def take_away(self, state: ScheduledRequest) -> None:
-        """Take all pages of a request that is preempted."""
+        """Free all pages of a request that is preempted."""
         self.pages.free(state.request_id)
         state.page_counts = {}
         state.progress.retained = 0
         state.num_in_order = 0
 
     def forget_prefixes(self) -> bool:
-        """Let no request find the pages of those before it; returns False if that
-        cannot be done, because requests hold pages.
+        """Let no request find pages of earlier requests. Return False if requests hold
+        pages, and nothing was changed.
         """
         self.prefix_stats.reset = self.pages.shares and self.pages.forget_keys()
         return self.prefix_stats.reset or not self.pages.shares
 
     def take_prefix_stats(self) -> PrefixCacheStats:
         """Take the counts since the last call."""
-        taken = self.prefix_stats
+        stats = self.prefix_stats
         self.prefix_stats = PrefixCacheStats()
-        return taken
+        return stats
 
     def _new_keys(self, state: ScheduledRequest, num_tokens: int) -> list[BlockHash]:
-        """Keys of the pages that a request's first tokens fill for good, without those
-        that others can find already.
+        """Keys of the pages that a request's first tokens fill for good, without the
+        pages that other requests can find already.
         """
         if not self.pages.shares:
             return []
@@ -290,7 +296,7 @@ class PageTables:
 def pool_log_line(
     options: EngineOptions, geometry: PoolGeometry, pages: PagePool, page_bytes: int
 ) -> str:
-    """Line of the log that says what the pool's pages are for."""
+    """Log line that says what the pool's pages hold."""
     cache_options = options.cache.model_dump() or ""
     method = f"cache_method={options.cache_method!r} {cache_options}".strip()
     if not options.uses_pages:

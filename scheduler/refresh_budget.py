@@ -1,12 +1,12 @@
-"""Bounds refreshes of long requests, so that they do not hold up short ones
+"""Limit on the refreshes of long requests, so that they do not delay short requests
 (docs/reference.md, ``refresh_ratio``).
 
 With the ratio ρ, a request that refreshes owes the rows of that refresh. It may refresh
 again once requests of at most a quarter of its canvas have run 1/ρ times as many rows.
-So while these work for a time T, it refreshes for at most about ρ·T, and one refresh
-more. A refresh is put off, never dropped: the smallest requests owe nothing, and the
-rows they run pay for the others. Requests of similar size refresh when they are due,
-together where they can.
+So while these requests run for a time T, it refreshes for at most about ρ·T, plus one
+refresh. A refresh is delayed, never dropped: the smallest requests owe nothing, and the
+rows that they run pay for the others. Requests of similar size refresh when they are
+due, together if possible.
 """
 
 import itertools
@@ -16,24 +16,24 @@ from collections.abc import Mapping
 from dllm_engine.decoding.step_plan import RefreshState, StepPlan
 
 _MUCH_SMALLER = 4
-"""A request's refreshes wait for another whose canvas is smaller by at least this
+"""A request's refreshes wait for requests whose canvas is smaller by at least this
 factor.
 """
 
 
 class RefreshBudget:
-    """Decides in each step which refreshes run; all amounts are rows."""
+    """Decision which refreshes run in a step. All amounts are rows."""
 
     def __init__(self, ratio: float | None) -> None:
         """``ratio``: rows of a request's refreshes per row of smaller requests; None:
-        no bound.
+        no limit.
         """
         self.ratio = ratio
         self._owed: dict[str, float] = {}
 
     def begin_step(self, canvases: Mapping[str, int]) -> None:
-        """Requests with no smaller one beside them owe nothing. ``canvases``: lengths,
-        of all running requests.
+        """Forget what requests owe if no smaller request runs beside them.
+        ``canvases``: canvas length of each running request.
         """
         smallest = min(canvases.values(), default=0)
         for request_id in list(self._owed):
@@ -52,7 +52,9 @@ class RefreshBudget:
     def end_step(
         self, plans: Mapping[str, StepPlan], canvases: Mapping[str, int]
     ) -> None:
-        """``canvases`` as before, with those that the step admits."""
+        """Charge refreshes of the step, and pay for earlier ones. ``canvases``: as for
+        ``begin_step``, with the requests that the step has admitted.
+        """
         if self.ratio is None:
             return
         for request_id, plan in plans.items():

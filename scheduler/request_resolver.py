@@ -16,7 +16,7 @@ from dllm_engine.scheduler.scheduled_request import ScheduledRequest
 
 @dataclass
 class RequestResolver:
-    """Makes the state of a request, by the rules that the front end has checked."""
+    """Resolver of new requests, by the same rules as the front end."""
 
     options: EngineOptions
     hf_config: Any
@@ -24,7 +24,7 @@ class RequestResolver:
     max_rows: int
     num_pages: int
     seeds: random.Random
-    """Draws the seeds of requests that name none."""
+    """Source of seeds for requests without one."""
 
     def resolve(self, request: Request) -> ScheduledRequest:
         """State of a new request; raises ``ValueError`` for one that cannot be served."""

@@ -1,4 +1,4 @@
-"""A request in the scheduler, and what its client gets to see."""
+"""A request in the scheduler, and the outputs for its client."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,23 +30,25 @@ class ScheduledRequest:
     progress: Progress
     seed: int
     source: str
-    """Equal for the sequences of one HTTP request."""
+    """Key of the HTTP request that the sequence belongs to."""
     page_counts: PageCounts = field(default_factory=dict)
     has_final_pages: bool = False
     """True if the runner has reported the final number of pages."""
     commits: Commits = field(default_factory=lambda: Commits([], []))
-    """Commits of the tokens sent so far, if the request asks."""
+    """Commits of the tokens sent so far, if the request asks for them."""
     num_in_order: int = 0
-    """Tokens before the window, when a step last wrote to pages: all decided."""
+    """Number of tokens before the window when a step last wrote to pages. All of them
+    are decided.
+    """
     last_scheduled: int = -1
-    """Number of the last step that ran it."""
+    """Number of the last step that ran the request."""
 
     @property
     def request_id(self) -> str:
         return self.request.request_id
 
     def begin(self) -> NewRequest:
-        """Run for the first time; returns what the runner must know."""
+        """Begin to run; returns the message for the runner."""
         request = self.request
         if request.prefill_stats is not None:
             request.prefill_stats.set(
@@ -58,7 +60,9 @@ class ScheduledRequest:
         return NewRequest(request.prompt_token_ids, self.spec, self.seed)
 
     def advance(self, report: StepReport) -> EngineCoreOutput | None:
-        """Take in what a step did; returns what the client gets to see, if anything."""
+        """Apply the report of a step; returns the output for the client, if there is
+        any.
+        """
         progress = self.progress
         spec = self.spec
         shown = (
@@ -75,7 +79,7 @@ class ScheduledRequest:
         if report.tokens is not None:
             self._accept(report.tokens)
             if (commits := report.commits) is not None:
-                # New lists: an output that waits to be sent holds the old ones.
+                # New lists, because an output that waits to be sent holds the old ones.
                 passes, logprobs = self.commits
                 self.commits = Commits(
                     passes + commits.committed_at, logprobs + commits.committed_logprobs
@@ -95,9 +99,7 @@ class ScheduledRequest:
         )
 
     def no_progress(self) -> RequestFailure | None:
-        """The failure of a request whose running blocks take more steps than they can
-        need.
-        """
+        """Failure of a request whose running blocks take more steps than they can need."""
         progress = self.progress
         if self.request.is_finished() or progress.step < self.spec.most_steps(
             progress.running
@@ -111,8 +113,8 @@ class ScheduledRequest:
         )
 
     def _accept(self, tokens: list[int]) -> None:
-        """Append tokens to the request, of which only the last may end it; sets the
-        status when it is done.
+        """Append tokens to the request, and set its status if it is complete. Only the
+        last token may end it.
         """
         request = self.request
         params = self.request.sampling_params
@@ -123,8 +125,8 @@ class ScheduledRequest:
             if tokens[-1] in (params.stop_token_ids or ()):
                 request.stop_reason = tokens[-1]
         elif request.num_output_tokens >= self.spec.layout.num_sent:
-            # By the end of the response a constraint or a decision has a whole text,
-            # also without an end token.
+            # At the end of the response the text of a constraint or a decision is
+            # complete, even without an end token.
             is_whole = (
                 self.spec.text.constraint is not None or self.spec.decision is not None
             )
@@ -160,7 +162,7 @@ class ScheduledRequest:
 def failed_output(
     request: Request, failure: RequestFailure, progress: Progress
 ) -> EngineCoreOutput:
-    """End a request with an error: its status, and what its client gets to see."""
+    """Set the status of a request that fails; returns the output for its client."""
     request.status = RequestStatus.FINISHED_ERROR
     return EngineCoreOutput(
         request_id=request.request_id,

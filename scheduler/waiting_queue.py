@@ -1,4 +1,4 @@
-"""Requests that wait to run, in the order of their turns."""
+"""Queue of waiting requests, in the order of their turns."""
 
 import bisect
 from collections.abc import Iterable, Iterator
@@ -16,8 +16,7 @@ class _Place(NamedTuple):
     turn: int
     arrival_time: float
     number: int
-    """Tells places apart that are equal so far: the one that was added first is first.
-    """
+    """Tie-breaker: of equal places, the one that was added first comes first."""
     source: str
     request: Request
 
@@ -29,22 +28,22 @@ class _Source:
 
 
 class WaitingQueue:
-    """First come, first served, or by priority. Several sequences may come from one
-    HTTP request, their source. Each of them takes a turn: a request that arrives
-    meanwhile waits for one of them, not for all."""
+    """Waiting requests, first come, first served, or by priority. Several sequences may
+    come from one HTTP request, their source. Each sequence takes a turn, so that a
+    request that arrives later waits for one sequence of a source, not for all."""
 
     def __init__(self, *, by_priority: bool) -> None:
         self.by_priority = by_priority
         self._places: list[_Place] = []
         """Ascending."""
         self._place_of: dict[str, _Place] = {}
-        """By the request's id."""
+        """Places by request id."""
         self._sources: dict[str, _Source] = {}
         self._num_added = 0
 
     def add(self, request: Request, source: str) -> None:
-        """Let a request wait behind those that came before it, but before further ones
-        of sources that wait already.
+        """Add a request behind the earlier requests, but before later turns of sources
+        that wait already.
         """
         turn = self._turn(self._priority(request))
         if source in self._sources:
@@ -58,11 +57,13 @@ class WaitingQueue:
         )
 
     def prepend(self, request: Request, source: str) -> None:
-        """Let a request wait before all others of its priority."""
+        """Add a request before all others of its priority."""
         self._insert(request, source, _FIRST, 0.0, -self._num_added)
 
     def remove(self, requests: Iterable[Request]) -> None:
-        """Remove requests from the queue; requests that do not wait are ignored."""
+        """Remove requests from the queue. Requests that are not in the queue are
+        ignored.
+        """
         for request in requests:
             place = self._place_of.pop(request.request_id, None)
             if place is None:
@@ -83,7 +84,7 @@ class WaitingQueue:
         return request.priority if self.by_priority else 0
 
     def _turn(self, priority: int) -> int:
-        """The turn that has come, of requests of a priority."""
+        """The turn of the first waiting request of a priority."""
         first = bisect.bisect_left(self._places, (priority, 0))
         if first == len(self._places) or self._places[first].priority != priority:
             return 0

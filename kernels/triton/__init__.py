@@ -1,6 +1,6 @@
-"""Triton kernels and the functions that launch them: what the operators of the folder
-above run on CUDA devices.
+"""Triton kernels and the functions that launch them. The operators of the folder above
+run them on CUDA devices.
 
-A module is imported when one of its kernels is first launched. The functions take the
-arguments of the operators of the same names, where shapes and types are described.
+A module is imported when one of its kernels is first launched. A function takes the
+arguments of the operator of the same name, which describes shapes and types.
 """

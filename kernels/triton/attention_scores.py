@@ -59,8 +59,7 @@ def _voting_kernel(
         denominators = tl.load(
             lse + voter * lse_row + head * lse_head, mask=votes, other=float("inf")
         )
-        # float32 products in full precision: TF32 would lose what float32 was asked
-        # for.
+        # float32 products in full precision: with TF32, float32 would gain nothing.
         powers = (
             tl.dot(queries, keys, input_precision="ieee") * scale
             - denominators[:, None] * 1.4426950408889634
@@ -203,19 +202,19 @@ def summed_probabilities(q, lse, cu_seqlens, keys, num_rows, num_tokens):
 
 
 def _constants(q, num_kv_heads):
-    """Constants of both kernels, and how they are compiled."""
+    """Constants and compile options of both kernels."""
     _, num_heads, head_dim = q.shape
     wide = q.dtype == torch.float32
     return {
         "scale": head_dim**-0.5 * math.log2(math.e),
         "SHARING": num_heads // num_kv_heads,
         "HEAD_DIM": head_dim,
-        # Small, so that a single request has programs for many multiprocessors.
+        # Small tiles, so that a single request has programs for many multiprocessors.
         "BLOCK_P": 32,
         "BLOCK_K": 32,
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
         # At most 96 KiB of shared memory, which every GPU since 2020 has.
         "num_stages": 1 if wide else 4 if head_dim <= 128 else 2,
-        # Four would spill in float32 on GPUs of compute capability 8.6.
+        # Four warps would spill in float32 on GPUs of compute capability 8.6.
         "num_warps": 8 if wide else 4,
     }

@@ -11,12 +11,12 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 LEAST_KEYS = 128
-"""Keys of a program that shares those of a row with others. Fewer would be read sooner
-than their results are joined: 32 rows of 128 numbers in float32, written and read, are
-half as many bytes as 128 keys and values in bfloat16."""
+"""The fewest keys of a program that shares the keys of a row with others. Joining
+results would take longer than reading fewer keys: 32 rows of 128 numbers in float32,
+written and read, are half as many bytes as 128 keys and values in bfloat16."""
 MOST_SHARED = 1024
-"""The most programs of a launch, without splits, whose keys others may share. No GPU
-has so many multiprocessors.
+"""The most programs of a launch, before it is split: a larger launch is not split,
+because no GPU has so many multiprocessors.
 """
 
 
@@ -52,11 +52,12 @@ def choose_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
 
 @functools.cache
 def choose_splits(num_programs: int, num_keys: int, device: torch.device) -> int:
-    """The most programs that share the keys of a row, for ``num_programs`` without
-    splits: two per multiprocessor in all, which is how many fit.
+    """The most programs that share the keys of a row, if there are ``num_programs``
+    without splits: so many that two programs in all run on each multiprocessor, which
+    is how many fit.
 
     ``num_keys`` is an upper bound. Programs that would have fewer than ``LEAST_KEYS``
-    of the keys that there are do nothing.
+    keys do nothing.
     """
     num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     return max(1, min(2 * num_multiprocessors // num_programs, num_keys // LEAST_KEYS))
@@ -123,10 +124,10 @@ def _attention_kernel(
     over one split of the keys.
 
     The keys of a request and head, retained then fresh, are a row of tiles of
-    ``BLOCK_K``. The programs of the grid's last axis share them; each of those that
-    take part takes ``LEAST_TILES`` or more. ``parts`` receives what each computes.
-    ``counters``, zero before and after a launch, tells which one finishes last: it
-    joins the parts, always in the same order.
+    ``BLOCK_K``. The programs of the grid's last axis share the tiles. Each program
+    takes ``LEAST_TILES`` or more, or does nothing. ``parts`` receives the result of
+    each program. ``counters``, zero before and after a launch, tells which program
+    finishes last. This program joins the parts, always in the same order.
 
     Rows lie ``q_row``, ``k_row`` and ``v_row`` heads apart, pages ``k_page`` and
     ``v_page`` slots, so that the compiler knows vectors to be aligned, whatever the
@@ -135,7 +136,7 @@ def _attention_kernel(
     request = tl.program_id(0) // num_blocks
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    # Before the first branch, so that they all are under way at once.
+    # All loads come before the first branch, so that they are under way at once.
     start = tl.load(cu_seqlens + request)
     stop = tl.load(cu_seqlens + request + 1)
     retained = tl.load(head_len + request * NUM_KV_HEADS + kv_head)
@@ -158,8 +159,7 @@ def _attention_kernel(
     in_range = row < num_rows
     in_head = dim < HEAD_DIM
     kept = in_range[:, None] & in_head[None, :]
-    # Where a request's rows begin may lie beyond 32 bits, not how far its rows are from
-    # there.
+    # The offset of a request's first row may exceed 32 bits. Offsets from there do not.
     first_row = start.to(tl.int64)
     first_q = q + (first_row * q_row + kv_head * SHARING) * HEAD_DIM
     tile_q = tl.load(
@@ -243,14 +243,14 @@ def _attention_kernel(
             total,
             weighted,
         )
-        tl.debug_barrier()  # the whole program's stores come before its count
+        tl.debug_barrier()  # all stores of the program come before it is counted
         if tl.atomic_add(counters + block, 1, sem="acq_rel") == num_splits - 1:
             tl.store(counters + block, 0)
             highest = tl.full([BLOCK_Q], -float("inf"), tl.float32)
             total = tl.zeros([BLOCK_Q], tl.float32)
             weighted = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
             for _ in tl.range(0, num_splits, num_stages=3):
-                # From the L2 cache, where the other programs' stores are.
+                # Read from the L2 cache, where the other programs' stores are.
                 logarithm = (
                     tl.load(
                         part_lse,
@@ -276,7 +276,7 @@ def _attention_kernel(
 @triton.jit
 def _accumulate(q, keys, values, visible, highest, total, weighted, scale):
     """One tile of the online softmax."""
-    # float32 products in full precision: TF32 would lose what float32 was asked for.
+    # float32 products in full precision: with TF32, float32 would gain nothing.
     scores = tl.where(
         visible,
         tl.dot(q, tl.trans(keys), input_precision="ieee") * scale,
@@ -294,7 +294,9 @@ def _accumulate(q, keys, values, visible, highest, total, weighted, scale):
 
 @triton.jit
 def _store(out, kept, lse, in_range, WITH_LSE: tl.constexpr, highest, total, weighted):
-    """Results of an online softmax. With nothing to attend to they are 0 and −∞."""
+    """Store the results of an online softmax. They are 0 and −∞ for a row with nothing
+    to attend to.
+    """
     empty = total == 0
     total = tl.where(empty, 1.0, total)
     tl.store(out, (weighted / total[:, None]).to(out.dtype.element_ty), mask=kept)
@@ -307,9 +309,9 @@ def _store(out, kept, lse, in_range, WITH_LSE: tl.constexpr, highest, total, wei
 
 
 _compiled: dict[tuple[object, ...], Any] = {}
-"""Compiled kernels, by all that tells them apart: ``_attention_kernel[grid](...)``
-finds out in each call which one fits the types, alignments and values of its arguments.
-For a kernel of 30 arguments this takes the host 50 µs, longer than a small one runs."""
+"""Compiled kernels by their types, alignments and constants.
+``_attention_kernel[grid](...)`` would search for the kernel in each call. With 30
+arguments this takes the host 50 µs, longer than a small kernel runs."""
 
 
 def paged_attention(q, k, v, cu_seqlens, tokens, limits, lse, attend_fresh, max_seqlen):
@@ -343,7 +345,7 @@ def paged_attention(q, k, v, cu_seqlens, tokens, limits, lse, attend_fresh, max_
         num_requests * num_blocks * num_kv_heads, num_keys, q.device
     )
     grid = num_requests * num_blocks, num_kv_heads, num_splits
-    # The results of programs that share keys; of others nothing.
+    # Results of programs that share keys. Empty if none do.
     num_parts = math.prod(grid) * tiles.block_q if num_splits > 1 else 0
     parts = q.new_empty(num_parts * (head_dim + 1), dtype=torch.float32)
     arguments = (
@@ -382,12 +384,11 @@ def paged_attention(q, k, v, cu_seqlens, tokens, limits, lse, attend_fresh, max_
         "LEAST_TILES": -(-LEAST_KEYS // tiles.block_k),
         "BLOCK_Q": tiles.block_q,
         "BLOCK_K": tiles.block_k,
-        # At least what a matrix product takes. Triton's function for powers of two
-        # takes the host 3 µs.
+        # A matrix product needs at least this many. Not Triton's function for powers of
+        # two, which takes the host 3 µs.
         "BLOCK_D": max(16, 1 << (head_dim - 1).bit_length()),
     }
-    # The kernel specialises on none of its integers, and of its pointers on the
-    # alignment of these.
+    # The kernel specialises on no integer, and only on the alignment of these pointers.
     key = (
         *constants.values(),
         q.dtype,
@@ -396,7 +397,7 @@ def paged_attention(q, k, v, cu_seqlens, tokens, limits, lse, attend_fresh, max_
     )
     if (compiled := _compiled.get(key)) is not None:
         compiled[grid](*arguments, *constants.values())
-    else:  # in Triton's interpreter, which compiles nothing, each time
+    else:  # Triton's interpreter compiles nothing, so it launches here each time
         options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
         _compiled[key] = _attention_kernel[grid](*arguments, **constants, **options)
     return out
@@ -404,8 +405,8 @@ def paged_attention(q, k, v, cu_seqlens, tokens, limits, lse, attend_fresh, max_
 
 @functools.cache
 def _counters(device: torch.device) -> torch.Tensor:
-    """Zeros, for all launches on a device: no two of them run at a time. Recorded
-    launches keep using them.
+    """Zeros that all launches on a device share: no two launches run at a time.
+    Recorded launches keep using them.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -416,8 +417,8 @@ def _counters(device: torch.device) -> torch.Tensor:
 
 
 def _rows(x: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, int]:
-    """``x`` ``[num_rows, heads, head_dim]`` with its heads side by side, and how many
-    heads its rows lie apart.
+    """``x`` ``[num_rows, heads, head_dim]`` with the heads of a row side by side, and
+    the distance between rows, in heads.
     """
     row, head, dim = x.stride()
     if head != head_dim or dim != 1 or row % head_dim:

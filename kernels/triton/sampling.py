@@ -1,9 +1,9 @@
 """Tokens drawn from rows of logits, and top-p and top-k before that, on CUDA devices.
 
 The noise never leaves the registers. Filters find a threshold by search instead of a
-sort: each program has a block of a row; those of the next launch add up what it wrote.
-The order of additions does not depend on the number of rows, nor do the tokens that are
-kept.
+sort. Each program has a block of a row, and the programs of the next launch add up the
+sums of all blocks. The order of additions and the tokens that are kept do not depend on
+the number of rows.
 """
 
 import math
@@ -15,14 +15,15 @@ import triton.language as tl
 from dllm_engine.kernels.triton.token_statistics import splits_of
 
 _BLOCK, _STEP = 4096, 512
-"""Logits of a program, and how many of them the search adds up at once, in registers.
+"""Logits of a program, and the number of them that the search adds up at once, in
+registers.
 """
 _BITS = 4
-"""Bits of a threshold that a launch of the search finds: it tries 16."""
+"""Bits of a threshold that a launch of the search finds: it tries 16 thresholds."""
 _UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
-"""Last bits of a float32 that are zero if it is a number of the type."""
+"""Number of the last bits of a float32 that are zero if the type can hold it."""
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
-"""What a filter puts in the place of the logits that it leaves out."""
+"""Value of the logits that a filter leaves out."""
 
 
 @triton.jit
@@ -68,7 +69,7 @@ def _gumbel_max_kernel(
         x = tl.load(
             logits + row * row_stride + column, mask=column < stop, other=-float("inf")
         ).to(tl.float32)
-        # A filter leaves most blocks nothing to draw.
+        # With a filter, most blocks have no token to draw.
         if tl.max(x, 0) > _LOWEST:
             key = _with_counter(row_key, first_token + column)
             uniform = ((key >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16
@@ -125,8 +126,8 @@ def _divide_kernel(
     forbidden_token,
     BLOCK: tl.constexpr,
 ):
-    """Logits at the temperature, and ``floats`` ``[rows, blocks, 4]``: the largest, the
-    sum of exponentials, the best allowed one, its column."""
+    """Logits at the temperature, and ``floats`` ``[rows, blocks, 4]``: the largest
+    logit, the sum of exponentials, the best allowed logit and its column."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(
@@ -136,7 +137,7 @@ def _divide_kernel(
     ).to(tl.float32)
     x = tl.div_rn(x, temperature)
     tl.store(filtered + row * vocab_size + column, x, mask=column < vocab_size)
-    # A block of −∞ weighs nothing.
+    # A block of only −∞ has no weight.
     highest = tl.maximum(tl.max(x, 0), _LOWEST)
     allowed = (column != forbidden_token) & (x == x)
     best, where = tl.max(tl.where(allowed, x, -float("inf")), 0, return_indices=True)
@@ -149,9 +150,9 @@ def _divide_kernel(
 
 @triton.jit
 def _number(key, UNUSED_BITS: tl.constexpr):
-    """The number of a key. Keys are unsigned integers of 32 bits that order as numbers
-    do; one between two numbers of the logits' type is the lower one's, one beyond an
-    infinity is the infinity's."""
+    """The number of a key. Keys are unsigned integers of 32 bits in the order of the
+    numbers. A key between two numbers of the logits' type stands for the lower number,
+    and a key beyond an infinity for the infinity."""
     bits = tl.where(key < 0, key ^ -0x80000000, ~key) & (-1 << UNUSED_BITS)
     return (tl.minimum(bits & 0x7FFFFFFF, 0x7F800000) | (bits & -0x80000000)).to(
         tl.float32, bitcast=True
@@ -171,8 +172,8 @@ def _searched(
     BLOCKS: tl.constexpr,
 ):
     """State of a row's search after ``number`` launches: the column of the best allowed
-    logit, the highest logit, what those above the threshold may weigh, the threshold's
-    highest possible key, what those above that weigh.
+    logit, the highest logit, the weight that logits above the threshold may have, the
+    highest possible key of the threshold, and the weight of the logits above that key.
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS)
@@ -189,7 +190,7 @@ def _searched(
     total = tl.sum(
         tl.load(floats + 1, mask=exists, other=0.0) * tl.exp(maxima - highest), 0
     )
-    # NaN and infinities make the sum none; then nothing is left out.
+    # With NaN or infinities the sum is not finite, and nothing is left out.
     limit = tl.where(total < float("inf"), top_p * total, float("inf"))
     most = tl.where(total < float("inf"), most, float("inf"))
     key = -1
@@ -233,9 +234,9 @@ def _search_kernel(
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Try thresholds, the highest first. ``keys`` ``[launches, rows]``: that of the
-    first. ``sums`` ``[launches, rows, blocks, 2, thresholds]``: what the logits above
-    each weigh, exp(x − highest), and how many they are."""
+    """Try thresholds, the highest first. ``keys`` ``[launches, rows]``: key of the
+    first threshold. ``sums`` ``[launches, rows, blocks, 2, thresholds]``: the weight of
+    the logits above each threshold, exp(x − highest), and their number."""
     _, highest, _, key, _ = _searched(
         floats, keys, sums, top_p, most, number, WITH_K, BITS, BLOCKS
     )
@@ -254,7 +255,7 @@ def _search_kernel(
             other=-float("inf"),
         )
         is_above = x[None, :] > tried[:, None]
-        # An addition under a predicate; adding zeros would take one more instruction.
+        # An addition under a predicate: adding zeros would take one more instruction.
         weights = tl.where(is_above, weights + tl.exp(x - highest)[None, :], weights)
         if WITH_K:
             counts = tl.where(is_above, counts + 1, counts)
@@ -285,8 +286,8 @@ def _filter_kernel(
     BLOCK: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    """Count the logits equal to the threshold, ``equals`` ``[rows, blocks]``, or
-    overwrite what is left out.
+    """Count the logits that equal the threshold, ``equals`` ``[rows, blocks]``, or
+    overwrite the logits that are left out.
     """
     best_column, highest, limit, key, above = _searched(
         floats, keys, sums, top_p, most, number, WITH_K, BITS, BLOCKS
@@ -302,8 +303,8 @@ def _filter_kernel(
         tl.store(equals + tl.program_id(1), tl.sum(equal, 0))
     else:
         block = tl.arange(0, BLOCKS)
-        # Of those as likely as the last that top-p keeps, it keeps the first ones;
-        # top-k keeps all.
+        # Among tokens as likely as the last one it keeps, top-p keeps the first ones,
+        # and top-k keeps all.
         before = (
             tl.sum(tl.load(equals + block, mask=block < tl.program_id(1), other=0), 0)
             + tl.cumsum(equal, 0)

@@ -1,5 +1,5 @@
-"""Similarity of fresh and retained values, and the rows where it is least, on CUDA
-devices.
+"""Similarity of fresh and retained values, and choice of the least similar rows, on
+CUDA devices.
 """
 
 import torch
@@ -44,7 +44,7 @@ def _replace_kernel(
         :, None
     ] + dim[None, :]
     b = tl.load(pages + place, mask=kept, other=0.0)
-    # Of a small tile several threads load the same numbers, and one stores.
+    # Several threads load the same numbers of a small tile, and one of them stores.
     tl.debug_barrier()
     tl.store(pages + place, a, mask=kept)
     a = a.to(tl.float32)
@@ -87,7 +87,7 @@ def _similarity(
     EPS: tl.constexpr,
     ROUNDING: tl.constexpr,
 ):
-    """Similarity of rows; infinite where it is no number."""
+    """Similarity of rows; infinite instead of NaN."""
     similarity = tl.load(sums + row, mask=exists, other=0.0)
     if METRIC != "random":
         fresh = tl.load(sums + sum_stride + row, mask=exists, other=0.0)
@@ -121,8 +121,8 @@ def _choose_kernel(
     ROUNDING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program: the ranks of some candidates of a member of the batch among all of
-    its candidates.
+    """One program: the ranks of some candidates of a batch member among all candidates
+    of this member.
     """
     member = tl.program_id(1).to(tl.int64)
     sums += member * member_stride

@@ -56,7 +56,7 @@ def _partial_statistics_kernel(
         new_highest = tl.maximum(
             highest, block_highest, propagate_nan=tl.PropagateNan.ALL
         )
-        # Whatever is no number makes the sums none.
+        # A NaN or infinity makes the sums NaN.
         if new_highest != -float("inf"):
             gap = x - new_highest
             weights = tl.exp(gap)
@@ -76,8 +76,8 @@ def _partial_statistics_kernel(
 
 @triton.jit
 def _moved(moment, total, highest, new_highest):
-    """A and its S, of a maximum, expressed in a higher one. What weighs nothing there
-    may be infinitely far away.
+    """A and S of a maximum, rescaled to a higher maximum. A weight of 0 may stem from
+    an infinite distance.
     """
     shift = highest - new_highest
     decay = tl.exp(shift)
@@ -133,7 +133,7 @@ def _combine_statistics_kernel(
 
 def splits_of(logits, block):
     """Number of programs that share a row of ``logits``, as many as fill the device,
-    and their columns: whole blocks of ``block``."""
+    and the columns of each: whole blocks of ``block``."""
     num_rows, vocab_size = logits.shape
     num_blocks = triton.cdiv(vocab_size, block)
     wanted = 4 * torch.cuda.get_device_properties(logits.device).multi_processor_count
@@ -180,7 +180,7 @@ def token_statistics(logits, forbidden_token, *, with_entropy, with_margin):
         num_splits,
         WITH_ENTROPY=with_entropy,
         WITH_MARGIN=with_margin,
-        # For any number of splits, so that there is one variant.
+        # One size for any number of splits, so that one kernel is compiled.
         BLOCK_S=triton.next_power_of_2(triton.cdiv(vocab_size, block)),
     )
     return results
