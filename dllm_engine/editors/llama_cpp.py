@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pydantic import BaseModel, Field
+from pydantic import AliasChoices, BaseModel, Field
 
 from dllm_engine.editors.cursor import (
     Answer,
@@ -23,9 +23,13 @@ class ExtraFile(BaseModel):
 
 
 class LlamaBody(SamplingFields):
-    """The fields that both routes take. Fields that are not here are ignored."""
+    """The fields that both routes take. Fields that are not here are ignored, and so is
+    the model's name: clients send one that llama.cpp does not look at.
+    """
 
-    n_predict: int | None = Field(None, ge=-1)
+    n_predict: int | None = Field(
+        None, ge=-1, validation_alias=AliasChoices("n_predict", "max_tokens")
+    )
     stream: bool | None = False
     n_cmpl: int | None = Field(None, ge=1)
     t_max_predict_ms: float | None = None
@@ -38,6 +42,7 @@ class LlamaBody(SamplingFields):
             budget=self.n_predict,
             num_choices=self.n_cmpl or 1,
             limit_ms=self.t_max_predict_ms,
+            model=None,
             **more,
         )
 

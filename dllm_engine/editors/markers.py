@@ -28,6 +28,7 @@ _MARKERS = (
     Markers("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
     Markers("<PRE> ", " <SUF> ", " <MID>"),  # as twinny writes it
     Markers("<PRE> ", " <SUF>", " <MID>"),
+    Markers("<PRE>", " <SUF> ", " <MID>"),  # twinny's, with other files
     Markers("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
     Markers("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>"),
     Markers("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),

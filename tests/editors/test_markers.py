@@ -15,6 +15,7 @@ P, S = "def f(a):\n    ", "\n    return b\n"
         f"<fim_prefix>{P}<fim_suffix>{S}<fim_middle>",
         f"<PRE> {P} <SUF>{S} <MID>",
         f"<PRE> {P} <SUF> {S} <MID>",
+        f"<PRE>{P} <SUF> {S} <MID>",
         f"<｜fim▁begin｜>{P}<｜fim▁hole｜>{S}<｜fim▁end｜>",
         f"[SUFFIX]{S}[PREFIX]{P}",
         f"<s>[SUFFIX]{S}[PREFIX]{P}",

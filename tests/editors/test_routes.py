@@ -77,6 +77,8 @@ def test_llama_vim_and_vscode(client, demo):
     assert kept.json() == {"content": WANTED}
     far = INFILL | {"input_prefix": "Copy: Rome. " * 2000, "prompt": PREFIX}
     assert client.post("/infill", json=far).json()["truncated"]
+    other = client.post("/infill", json=INFILL | {"model": "another"}).json()
+    assert (other["content"], other["model"]) == (WANTED, "demo")
     warm = client.post("/infill", json=INFILL | {"n_predict": 0})
     assert warm.json()["content"] == ""
 
@@ -88,7 +90,7 @@ def test_streams_of_llama_cpp(client, path):
     assert "".join(part["content"] for part in parts) == WANTED
     assert {part["stop"] for part in parts} == {False}
     assert (last["stop"], last["tokens_predicted"]) == (True, 4)
-    empty = BODIES[path] | {"stream": True, "n_predict": 1}
+    empty = BODIES[path] | {"stream": True, "max_tokens": 1}
     *_, last = events_of(client.post(path, json=empty))
     assert (last["tokens_predicted"], last["tokens_evaluated"]) == (0, 32)
 
@@ -193,7 +195,6 @@ def message_of(answer):
     ("change", "status"),
     [
         ({"prompt": 5, "input_prefix": 5}, 400),
-        ({"model": "another"}, 404),
         ({"temperature": -1, "options": {"temperature": -1}}, 400),
         ({"stop": 3, "options": {"stop": 3}}, 400),
     ],
@@ -206,6 +207,13 @@ def test_what_cannot_be_answered_is_told(client, demo, path, change, status):
         assert message_of(answer)
     assert client.post(path, content=b"{").status_code == 400
     assert_nothing_left(demo)
+
+
+@pytest.mark.parametrize("path", ["/v1/fim/completions", "/api/generate"])
+def test_a_model_that_is_not_served_is_not_found(client, path):
+    answer = client.post(path, json=BODIES[path] | {"model": "another"})
+    assert answer.status_code == 404
+    assert message_of(answer)
 
 
 def test_the_api_key_is_asked_for(demo):
