@@ -1,4 +1,4 @@
-"""Page tables of a batch's requests side by side."""
+"""Page tables of all requests of a batch."""
 
 from collections.abc import Sequence
 
@@ -20,8 +20,8 @@ WIDTH_UNIT = 8
 
 
 def padded_width(num_pages: int) -> int:
-    """Width of a batch's tables for so many pages. There are few widths, because a
-    recorded step has tables of one width.
+    """Width of a batch's tables with at most ``num_pages`` pages. There are few widths,
+    because a recorded step has tables of one width.
     """
     return -(-num_pages // WIDTH_UNIT) * WIDTH_UNIT
 
@@ -53,7 +53,7 @@ class BatchTables:
         self.tables = torch.stack(padded, dim=1)
         """``[num_layers, num_requests, most pages]``"""
         self.num_pages = [table.shape[1] for table in tables]
-        """Of each request, in a layer."""
+        """Pages of each request in a layer."""
 
     def slots(
         self,
@@ -62,8 +62,8 @@ class BatchTables:
         items: Tensor,
         per_page: int,
     ) -> Tensor:
-        """Physical places, ``page · per_page + offset``, of items ``[n]`` in the tables
-        of ``requests`` ``[n]``: int64 ``[n]``, or for a slice of the layers
+        """Physical places ``page · per_page + offset`` of ``items`` ``[n]`` in the
+        tables of ``requests`` ``[n]``: int64 ``[n]``, or for a slice of the layers
         ``[num_layers, n]``; −1 for an item below 0."""
         pages = self.tables[layer, requests, items.clamp(min=0) // per_page].long()
         return torch.where(items < 0, -1, pages * per_page + items % per_page)
@@ -75,12 +75,12 @@ class FeatureTables(BatchTables):
     def __init__(
         self, batch: StepBatch, pages: PageMemory, spans: list[Span], width: int
     ) -> None:
-        """``width``: numbers of a row."""
+        """``width``: numbers per row."""
         super().__init__(batch, PageKind.FEATURES)
         self.requests = batch.requests
         self.rows = feature_rows(pages.memory, width)
         self.items = on_device(batch.places_in(spans), batch.device)
-        """Number of each batch row's position in its span; negative: it is outside."""
+        """Index of each batch row in the span of its request; negative outside."""
 
     def row_slots(self) -> Tensor:
         """Row slots ``[num_layers, num_rows]``; −1 outside the spans."""
@@ -104,9 +104,9 @@ class KVTables:
         first_read: Tensor | None = None,
     ) -> None:
         """``tables``: int32 ``[num_layers, num_requests, most pages]``; ``head_len``:
-        tokens that each request attends to, contiguous int32 ``[num_requests]``, of at
-        most ``max_head_len``; ``first_read``: number in the table of the first of them,
-        None: 0."""
+        number of tokens that each request attends to, contiguous int32
+        ``[num_requests]``, at most ``max_head_len``; ``first_read``: index in the table
+        of the first of these tokens; None: 0."""
         heads = pages.num_kv_heads
         num_requests = head_len.shape[0]
         device = head_len.device
@@ -134,9 +134,9 @@ class KVTables:
         ]
 
     def set_lengths(self, head_len: Tensor) -> None:
-        """Set how many tokens each request attends to, in place. Requests behind those
-        of ``head_len`` attend to none: what is left of their tables may be pages that
-        are another's by now."""
+        """Set the number of tokens that each request attends to, in place. Requests
+        beyond the length of ``head_len`` attend to no tokens: pages in their tables may
+        belong to other requests by now."""
         num_requests = head_len.shape[0]
         self.token_lens[:num_requests] = head_len
         self.token_lens[num_requests:].zero_()
@@ -147,7 +147,7 @@ class KVTables:
 
 
 class TokenTables(BatchTables, KVTables):
-    """Keys and values of a batch's requests, where token p of a table belongs to canvas
+    """Keys and values of a batch's requests. Token p of a table belongs to canvas
     position p.
     """
 
@@ -158,8 +158,8 @@ class TokenTables(BatchTables, KVTables):
         kind: str | Sequence[str] = PageKind.KV,
         head_len: list[int] | None = None,
     ) -> None:
-        """``head_len``: tokens in pages that each request attends to; None: as many as
-        its plan reads, without those that it computes itself.
+        """``head_len``: number of tokens in pages that each request attends to; None:
+        as many as its plan reads, without tokens that the step computes again.
         """
         BatchTables.__init__(self, batch, kind)
         device = batch.device
@@ -181,8 +181,8 @@ class TokenTables(BatchTables, KVTables):
         self.positions = batch.positions
 
     def check_room(self, plans: Sequence[StepPlan]) -> None:
-        """Raise ``ValueError`` for a plan that reads more than the pages of its request
-        hold: behind them a table has a page that is another's.
+        """Raise ``ValueError`` for a plan that reads more tokens than the pages of its
+        request hold: the rest of the table names a page of another request.
         """
         for plan, num_pages in zip(plans, self.num_pages, strict=True):
             room = num_pages * self.pages.page_size
@@ -209,8 +209,9 @@ class TokenTables(BatchTables, KVTables):
     def token_slots(
         self, layer: int | slice, requests: Tensor, tokens: Tensor
     ) -> Tensor:
-        """Physical slots of tokens, as of ``slots``: ``[n, num_kv_heads]``, or of a
-        slice of the layers; below 0 for a token below 0.
+        """Physical slots of tokens, like ``slots``: ``[n, num_kv_heads]``, or for a
+        slice of the layers ``[num_layers, n, num_kv_heads]``; below 0 for a token below
+        0.
         """
         return self.pages.slots(
             self.slots(layer, requests, tokens, self.pages.page_size)

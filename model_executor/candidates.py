@@ -1,4 +1,4 @@
-"""The positions that a step may fill: masked ones, and with token editing decided ones."""
+"""Positions that a step may fill: masked ones, and with token editing decided ones too."""
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -20,28 +20,28 @@ from dllm_engine.model_executor.unmasking.statistics import (
 )
 
 ONLY_OBSERVED, UNFINISHED = 1, 2
-"""Flags of candidates that no step of the batch may fill: predicted for the layer pass,
-which observes them; predicted by a row that left the pass early, so that the prediction
-means nothing."""
+"""Flags of candidates that no step of the batch may fill. ``ONLY_OBSERVED``: the
+position is predicted for the layer pass, which observes it. ``UNFINISHED``: the row
+left the pass early, so that its prediction means nothing."""
 
 
 @dataclass
 class BatchCandidates:
-    """Positions that requests of a batch may fill, or predict for the layer pass,
-    ascending by request and position."""
+    """Positions that requests of a batch may fill, or that are predicted for the layer
+    pass; ascending by request and position."""
 
     batch: StepBatch
     spans: Sequence[Span]
-    """By batch number: the span that the predicted positions of a request lie in."""
+    """Per request of the batch, the span with its predicted positions."""
     members: Sequence[int]
-    """Batch numbers of the requests with predictions."""
+    """Indices in the batch of the requests with predictions."""
     columns: np.ndarray
-    """On the host, int64 ``[6, num_candidates]``: of each the batch number of its
-    request; its index in its request's span (positions that are only observed come
-    last); its canvas position; its index into the ``CanvasStore``; the batch row that
-    predicts it; and a sum of ``ONLY_OBSERVED`` and ``UNFINISHED``."""
+    """On the host, int64 ``[6, num_candidates]``. For each candidate: index of its
+    request in the batch; index in the span of its request (positions that are only
+    observed come last); canvas position; index in the ``CanvasStore``; batch row that
+    predicts it; sum of ``ONLY_OBSERVED`` and ``UNFINISHED``."""
     table: Tensor
-    """The same on the device."""
+    """``columns`` on the device."""
 
     def __post_init__(self) -> None:
         (
@@ -57,9 +57,7 @@ class BatchCandidates:
     def of(
         cls, batch: StepBatch, observed: Callable[[StepPlan], Span | None]
     ) -> "BatchCandidates":
-        """Candidates of the plans whose rows are in the batch. ``observed``: of the
-        layer pass.
-        """
+        """Candidates of the batch's plans. ``observed``: the method of the layer pass."""
         canvases = batch.canvases
         plans = batch.plans
         for_pass = [observed(plan) for plan in plans]
@@ -91,8 +89,9 @@ class BatchCandidates:
             (
                 plan.quota.candidates.start,
                 canvas.start,
-                # The first position of a pass over a window alone has no row before it;
-                # with shifted logits the window's first step fills it.
+                # If a pass computes only the window, no row is before the first
+                # position. With shifted logits the first step of the window fills this
+                # position.
                 plan.span.start if batch.computes(index, plan.span) else 0,
                 plan.quota.candidates.size,
                 plan.quota.verifies or canvas.layout.shifts_logits,
@@ -121,15 +120,15 @@ class BatchCandidates:
     def of_finished(
         self, finished: Tensor, num_finished: Sequence[int]
     ) -> "BatchCandidates":
-        """Select those that are predicted by a row of ``finished`` ``[num_rows]`` bool,
-        of which a request has ``num_finished``. Which these are only the device knows,
-        which is not waited for: each request gets as many as it can have. Where it has
-        fewer, the last ones are ``UNFINISHED``. So of ``columns`` just the requests are
-        right."""
+        """Select the candidates that a ``finished`` row (bool ``[num_rows]``) predicts.
+        A request has at most ``num_finished`` of them. Only the device knows which rows
+        are finished, and the host does not wait for it: each request gets its maximum
+        number of candidates, and surplus ones come last and are ``UNFINISHED``. So only
+        the requests in ``columns`` are right."""
         numbers = np.arange(self.columns.shape[1]) - self.bounds[self.columns[0]]
         taken = numbers < np.array(num_finished)[self.columns[0]]
         unfinished = ~finished[self.rows]
-        # In each request the finished ones first, in their order.
+        # Finished candidates of a request come first, in order.
         ordered = (2 * self.requests + unfinished).sort(stable=True).indices
         which = ordered[on_device(np.flatnonzero(taken), self.table.device)]
         selected = replace(
@@ -140,7 +139,7 @@ class BatchCandidates:
         return selected
 
     def of_requests(self, members: Sequence[int]) -> "BatchCandidates":
-        """Select the candidates of some members."""
+        """Select the candidates of these requests."""
         if len(members) == len(self.members):
             return self
         columns = self.columns[:, np.isin(self.columns[0], members)]
@@ -168,7 +167,9 @@ class BatchCandidates:
 
     @cached_property
     def bounds(self) -> np.ndarray:
-        """The first candidate of each request of the batch and, last, their number."""
+        """Index of the first candidate of each request of the batch, and last the
+        number of candidates.
+        """
         return np.searchsorted(self.columns[0], range(len(self.batch.plans) + 1))
 
     def rows_of(self, index: int) -> slice:
@@ -182,9 +183,9 @@ class BatchCandidates:
 
     @cached_property
     def certainty(self) -> Tensor | None:
-        """Factor of each candidate's confidence by the prior of its request, float32
-        ``[num_candidates]``, from the tokens known when the step was laid out; None: no
-        request has a prior."""
+        """Factor of each candidate's confidence from the certainty prior of its
+        request, float32 ``[num_candidates]``, by the tokens that are known before the
+        step; None: no request has a prior."""
         sigmas = {
             i: sigma
             for i in self.members
@@ -205,8 +206,8 @@ class BatchCandidates:
 
     @cached_property
     def responses(self) -> Tensor | None:
-        """Request and place of every position of the responses that delay end tokens,
-        int64 ``[2, n]``; None: none does."""
+        """Request and place of every position in responses that delay end tokens, int64
+        ``[2, n]``; None: there is no such response."""
         canvases = self.batch.canvases
         delaying = [i for i in self.members if canvases[i].spec.ends.delay_eos]
         if not delaying:
@@ -223,7 +224,7 @@ class BatchCandidates:
 
     @cached_property
     def biased(self) -> list[BiasedRows]:
-        """Numbers that requests add to the logits of their candidates."""
+        """Biases that requests add to the logits of their candidates."""
         return [
             BiasedRows(
                 (self.requests == i)
@@ -238,8 +239,8 @@ class BatchCandidates:
     def split(
         self, statistics: TokenStatistics
     ) -> Iterator[tuple[int, Tensor, TokenStatistics]]:
-        """Yield the number in the batch of each request that has candidates, with their
-        positions and statistics.
+        """For each request with candidates, yield its index in the batch, and the
+        positions and statistics of its candidates.
         """
         sizes = np.diff(self.bounds).tolist()
         parts = zip(self.positions.split(sizes), statistics.split(sizes), strict=True)

@@ -21,20 +21,20 @@ from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs
 
 ROOM = 1 << 20
-"""Positions that there is room for from the start (9 MiB)."""
+"""Number of positions that are allocated at start (9 MiB)."""
 SPARE = 0
-"""A place of no canvas, which is never masked: what fills up a recorded step is there.
+"""Place outside all canvases, which is never masked. Padding of recorded steps uses it.
 """
 
 
 class Canvas:
-    """A request's tokens on the device, and what its next step must know of the last
+    """A request's tokens on the device, and the state that its steps leave for the next
     ones.
     """
 
     start: int
-    """First index of its part of the ``CanvasStore``. The next two are views of that
-    part.
+    """Index of the canvas's first position in the ``CanvasStore``. The next two fields
+    are views of the store.
     """
     tokens: Tensor
     """``[canvas_length]`` int64: the prompt, then the response, masked positions
@@ -50,31 +50,31 @@ class Canvas:
     step that predicted it (NaN before the first); None if the request does not stream
     by step."""
     own: Any = None
-    """What only the cache method's layer pass knows of this request, outside pages: a
-    dataclass of the method, or None.
+    """State of this request that only the cache method's layer pass reads, outside
+    pages: a dataclass of the method, or None.
     """
 
     def __init__(self, request: NewRequest) -> None:
         self.spec = spec = request.spec
         self.layout = layout = spec.layout
         self.seed = signed_seed(request.seed)
-        """Key of its random numbers, as the int64 of the same bits."""
+        """Seed of the request's random numbers, as the int64 of the same bits."""
         self.settings = SamplingSettings.of(spec)
         response = [
             -1 if token is None else token for token in layout.response_template
         ]
         behind = [-1] * (layout.canvas_length - layout.response_span.stop)
         self.known = np.array([*request.prompt_token_ids, *response, *behind])
-        """``[canvas_length]`` int64 on the host: the tokens after the last step that
-        was reported, −1 where masked. With it the host lays out a step without asking
-        the device."""
+        """``[canvas_length]`` int64 on the host: the tokens after the last reported
+        step, −1 where masked. The host lays out a step by them without waiting for the
+        device."""
         self.began_masked = self.known < 0
         """``[canvas_length]`` bool on the host: masks before the first step."""
         self.sent = layout.prompt_length
-        """The response up to this canvas position has been reported to be sent."""
+        """Canvas position up to which the response has been reported."""
         self.committed_at = np.zeros(layout.canvas_length, dtype=np.int64)
-        """``[canvas_length]``: forward pass, counted from 1, that filled each position;
-        0 where none did.
+        """``[canvas_length]``: number of the forward pass that filled each position,
+        counted from 1; 0 for the others.
         """
         self.last_unmasked: list[int] = []
         """Positions that the last step filled, ascending."""
@@ -83,7 +83,7 @@ class Canvas:
         layer with fewer is padded.
         """
         self.guide_text: list[int] = []
-        """The guide's tokens whose keys and values its pages hold."""
+        """Tokens of the guide whose keys and values are in pages."""
         self.constrained: ConstrainedResponse | None = None
         if spec.text.is_constrained:
             constraint = constraint_of(
@@ -126,8 +126,8 @@ class Canvas:
     def write(
         self, positions: list[int], tokens: list[int]
     ) -> list[tuple[int, int, int]]:
-        """Take in the tokens that a step wrote. Return what it replaced: position,
-        token before and after.
+        """Take over the tokens that a step has written. Returns the replaced tokens:
+        position, token before and token after.
         """
         before = self.known[positions].tolist()
         self.known[positions] = tokens
@@ -140,19 +140,19 @@ class Canvas:
         return [(p, old, new) for p, old, new in changes if old >= 0 and old != new]
 
     def take_back(self, positions: list[int]) -> list[tuple[int, int]]:
-        """Make decided positions masks again; return them with their tokens."""
+        """Mask decided positions again; return them with their tokens."""
         tokens = self.known[positions].tolist()
         self.known[positions], self.committed_at[positions] = -1, 0
         return list(zip(positions, tokens, strict=True))
 
     def take_sendable(self, final: int) -> np.ndarray:
-        """Canvas positions to send now, within the response and before ``final``:
-        decided positions with no mask before them, up to the first end token or the
-        last complete block."""
+        """Take the canvas positions to send now: decided positions of the response
+        before ``final`` that follow no mask, up to the first end token or the last
+        complete block."""
         last = min(final, self.layout.response_span.stop)
         if (
             self.sent < last and self.known[self.sent] < 0
-        ):  # after most steps, and quickly told
+        ):  # true after most steps, and cheap to check
             return np.arange(0)
         masked = np.flatnonzero(self.known[self.sent : last] < 0)
         decided = self.sent + int(masked[0]) if masked.size else last
@@ -180,8 +180,8 @@ class Canvas:
         ]
 
     def give_up_behind_end(self) -> bool:
-        """Replace all tokens behind the first end token of the response by end tokens;
-        return True if there is one.
+        """Replace all tokens behind the first end token of the response by this end
+        token. Return True if there is an end token.
         """
         response = self.known[self.layout.prompt_length :]
         ends = np.flatnonzero(np.isin(response, list(self.spec.ends.tokens)))
@@ -206,15 +206,15 @@ class CanvasStore:
         self.canvases: dict[str, Canvas] = {}
         """Canvases of the running requests, by request id."""
         self.tokens = torch.empty(ROOM, dtype=torch.int64, device=device)
-        """Position p of a canvas is at ``canvas.start + p``. Another tensor once more
-        room is needed.
+        """Tokens of all canvases; position p of a canvas is at ``canvas.start + p``.
+        The tensor is replaced when more room is needed.
         """
         self.masked = torch.empty(ROOM, dtype=torch.bool, device=device)
         self._begin()
 
     def open(self, request_id: str, request: NewRequest) -> None:
-        """Make the canvas of a new request: its prompt, and masks or what its template
-        gives.
+        """Make the canvas of a new request: its prompt, then masks or the tokens of its
+        template.
         """
         spec, device, canvas = request.spec, self.tokens.device, Canvas(request)
         if self._end + spec.layout.canvas_length > self.tokens.numel():
@@ -237,21 +237,21 @@ class CanvasStore:
         self.canvases[request_id] = canvas
 
     def fill(self, places: Tensor, tokens: Tensor, chosen: Tensor) -> None:
-        """Unmask the ``chosen`` ones of ``places`` with ``tokens``; ``[n]`` each."""
+        """Write ``tokens`` to the ``chosen`` ones of ``places``; ``[n]`` each."""
         self.tokens[places] = torch.where(chosen, tokens, self.tokens[places])
         self.masked[places] = self.masked[places] & ~chosen
 
     def take_back(self, places: Tensor, chosen: Tensor) -> None:
-        """Make the ``chosen`` ones of ``places`` masks again; ``[n]`` each."""
+        """Mask the ``chosen`` ones of ``places`` again; ``[n]`` each."""
         tokens = self.tokens[places]
         self.tokens[places] = tokens.masked_fill(chosen, self.mask_token_id)
         self.masked[places] = self.masked[places] | chosen
 
     def _make_room(self, canvas_length: int) -> None:
-        """Make room for one more; those still running close ranks."""
+        """Make room for one more canvas: move the others together."""
         canvases = self.canvases.values()
-        # Twice what is needed, so that a canvas moves a bounded number of times as
-        # others come and go.
+        # Twice the needed size, so that a canvas moves only a few times while others
+        # come and go.
         size = 2 * (
             canvas_length + sum(canvas.layout.canvas_length for canvas in canvases)
         )

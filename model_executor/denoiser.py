@@ -1,5 +1,5 @@
-"""The stages of a denoising step on a device: the forward pass, and the predictions of
-masked positions with what is unmasked of them.
+"""The stages of a denoising step on a device: the forward pass, then the prediction and
+unmasking of masked positions.
 """
 
 from collections.abc import Sequence
@@ -33,9 +33,7 @@ from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, req
 
 
 class Denoiser:
-    """Stages of the steps on the canvases of a rank. Knows no request but those of the
-    batch it is given.
-    """
+    """Stages of the steps on the canvases of a rank. It has no state of requests."""
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
@@ -44,8 +42,9 @@ class Denoiser:
     def forward(
         self, batch: StepBatch, layer_pass: LayerPass
     ) -> tuple[Tensor, Results]:
-        """Hidden states of a batch's rows, ``[num_rows, hidden_size]``, to be read
-        before the next pass, and the results of the pass.
+        """Run a forward pass. Returns the hidden states of the batch's rows,
+        ``[num_rows, hidden_size]``, which the next pass overwrites, and the results of
+        the pass.
         """
         recorded = (
             None if self.graphs is None else self.graphs.forward(batch, layer_pass)
@@ -63,16 +62,16 @@ class Denoiser:
         plans: Sequence[StepPlan],
         observe: Observe | None,
     ) -> tuple[list[Filled], Failures]:
-        """Predict a token for each candidate, from hidden states of all rows, and
-        unmask as many as the plans, in batch order, ask for. Returns what is filled,
-        and the failures of requests whose own part failed.
+        """Predict a token for each candidate from the hidden states of all rows, and
+        unmask as many as the plans (in batch order) ask for. Returns the filled
+        candidates, and the failures of single requests.
 
-        ``groups``: as of ``BatchCandidates.by_settings``. ``observe``: of the layer
-        pass.
+        ``groups``: result of ``BatchCandidates.by_settings``. ``observe``: callback of
+        the layer pass.
         """
         if self.graphs is not None and len(groups) > 1:
-            # Graphs share their memory: the one that fills a group in may write over
-            # it.
+            # Graphs share their memory: the graph of a group may overwrite the hidden
+            # states.
             hidden = hidden.clone()
         drafts: list[Draft] = []
         filled: list[Filled] = []
@@ -95,7 +94,7 @@ class Denoiser:
         self, hidden: Tensor, group: BatchCandidates, plans: Sequence[StepPlan]
     ) -> tuple[Filled, TokenStatistics]:
         """Predict candidates of equal settings in one pass through the head, and unmask
-        the plans' quotas of them.
+        as many as the plans' quotas ask for.
         """
         rank = self.rank
         work, numbers = fill_work(group, plans)
@@ -117,7 +116,7 @@ class Denoiser:
     def _fill_guided(
         self, plans: Sequence[StepPlan], drafts: list[Draft]
     ) -> tuple[list[Filled], Failures]:
-        """Unmask what the guide lets pass of each request's draft."""
+        """Unmask the tokens of each request's draft that the guide accepts."""
         if not drafts:
             return [], {}
         assert self.rank.guide is not None
@@ -143,7 +142,7 @@ class Denoiser:
 def _observe(
     group: BatchCandidates, statistics: TokenStatistics, observe: Observe | None
 ) -> list[Draft]:
-    """Show predictions to the layer pass, and keep what requests ask to know of them.
+    """Show predictions to the layer pass, and keep the statistics that requests report.
     Returns the drafts of requests that have a guide.
     """
     batch = group.batch
@@ -172,13 +171,13 @@ def _observe(
 
 def select_guided(draft: Draft, *, first_needed: bool) -> dict[int, int]:
     """The tokens that a guided step unmasks (arXiv 2505.21467, section 3.2.2), by their
-    index in a checked draft; at least one. ``first_needed``: the first position must be
-    filled now, whatever else is."""
+    index in a checked draft; at least one token. ``first_needed``: the first position
+    must be among them."""
     spec, drafted, ranks = draft.canvas.spec, draft.tokens, draft.ranks
     guidance = spec.guidance
     assert guidance is not None
-    # Where something given follows, no end token; the model's draft is none. Nor what
-    # leaves a constraint.
+    # The guide's token is not used if it is an end token before a given token (a draft
+    # never is), or with a constraint, which it may violate.
     guided = [
         own
         if spec.text.is_constrained
@@ -201,18 +200,19 @@ def select_guided(draft: Draft, *, first_needed: bool) -> dict[int, int]:
         }
     if not chosen or (first_needed and 0 not in chosen):
         chosen[0] = guided[0] if guidance.fallback == "guide" else drafted[0]
-    # Selected first, corrected after: what the guide would have said after the
-    # uncorrected drafts is final.
+    # First select, then correct: the guide's tokens after the uncorrected drafts are
+    # final.
     return {i: guided[i] for i in chosen} if guidance.correction else chosen
 
 
 def _constrained_rows(group: BatchCandidates) -> list[ConstrainedRows]:
-    """The rows of each request, in a group of constrained ones; none in another group."""
+    """The rows of each request of a constrained group; empty for other groups."""
     canvases = group.batch.canvases
     if canvases[group.members[0]].constrained is None:
         return []
-    # A row that has left the pass predicts nothing; what lies behind all blocks is left
-    # out. Waits: which rows these are, the device alone may know.
+    # A row that has left the pass predicts nothing: its position counts as behind all
+    # blocks, which is ignored. This waits for the device, because only the device may
+    # know these rows.
     unfinished = group.flags & UNFINISHED > 0
     nowhere = torch.iinfo(torch.int64).max
     positions = group.positions.masked_fill(unfinished, nowhere).cpu().numpy()
@@ -236,8 +236,8 @@ def _constrained_rows(group: BatchCandidates) -> list[ConstrainedRows]:
 
 
 def _record(canvas: Canvas, positions: Tensor, statistics: TokenStatistics) -> None:
-    """Keep what a request asks to know of its predictions. What is kept of a decided
-    position is that of the step that wrote its token."""
+    """Keep the statistics of its predictions that a request reports. A decided position
+    keeps the statistics of the step that wrote its token."""
     written = required(statistics.written)
 
     def keep(kept: Tensor, made: Tensor) -> None:

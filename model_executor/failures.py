@@ -10,12 +10,12 @@ _OF_THE_DEVICE = (
     torch.AcceleratorError,
     torch.distributed.DistError,
 )
-"""Errors of a device or another rank. They say nothing about the request whose work met
-them, and one rank may meet them alone, so the process ends."""
+"""Errors of a device or another rank. They are not the fault of the request that was
+running, and only one rank may have them, so the process ends."""
 
 
 def failure_of(request_id: str, error: Exception) -> RequestFailure:
-    """Failure of a request's work on a device, as ``messages.failure_of`` makes it."""
+    """Failure of a request's work on a device, by ``messages.failure_of``."""
     if isinstance(error, _OF_THE_DEVICE):
         raise error
     return messages.failure_of(request_id, error)

@@ -1,11 +1,14 @@
-"""Rows that go through a model's head at once, so that their logits fit in memory."""
+"""Chunks of rows that go through a model's head at once, so that their logits fit in
+memory.
+"""
 
 MAX_LOGITS_PER_CHUNK = 1 << 24
-"""Logits held at once (64 MiB in float32), where a GPU's tiles do not ask for more."""
+"""Logits held at once (64 MiB in float32), unless a GPU's tiles need more."""
 TILE_ROWS, LEAST_ROWS = 128, 512
-"""A GPU multiplies tiles of so many rows; fewer than so many wait for the head's
-weights, which each chunk reads. A chunk of constrained or biased rows is one tile: it
-holds up to four times as much for each logit."""
+"""``TILE_ROWS``: rows of a tile in a GPU's matrix product. ``LEAST_ROWS``: with fewer
+rows a chunk waits for the head's weights, which it has to read. A chunk of constrained
+or biased rows is one tile, because it takes up to four times as much memory per logit.
+"""
 
 
 def rows_at_once(vocab_size: int, *, on_gpu: bool, least_rows: int = LEAST_ROWS) -> int:

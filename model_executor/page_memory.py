@@ -1,4 +1,4 @@
-"""The tensors behind the pages of one rank, and what vLLM must know to size them."""
+"""Tensors that hold the pages of one rank, and the spec by which vLLM sizes them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,13 +19,16 @@ from dllm_engine.kernels.pages import write_kv
 from dllm_engine.model_executor.transfer import on_device
 
 POOL_LAYER = "dllm.pool"
-"""Name of the one pseudo-layer vLLM is told of; its page is one layer's page of ours.
+"""Name of the only layer in vLLM's KV cache config, a pseudo-layer. Its page is a page
+of one of our layers.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class PagePoolSpec(FullAttentionSpec):
-    """One page: ``block_size`` tokens of keys and values of one layer, local KV heads."""
+    """One page: keys and values of ``block_size`` tokens in one layer, of this rank's
+    heads.
+    """
 
     pages_per_request: int = 1
     """Pages of a request as long as ``max_model_len``, over all layers."""
@@ -69,8 +72,8 @@ class PageView:
 
     def slots(self, places: Tensor) -> Tensor:
         """Physical slots, int64 ``[..., num_kv_heads]``, of tokens at places ``page ·
-        page_size + offset``, int64 ``[...]``; below 0, where ``write`` keeps nothing,
-        where a place is −1."""
+        page_size + offset``, int64 ``[...]``. For place −1 the slots are below 0, and
+        ``write`` ignores them."""
         return places[..., None] * self.num_kv_heads + self.heads
 
     @cached_property
@@ -80,9 +83,9 @@ class PageView:
 
 
 class PageMemory(PageView):
-    """All pages of a rank. A slot is the key or value of one head of one retained
-    token. A page may hold rows of features instead, of ``hidden_size`` numbers each.
-    Page 0 is vLLM's null block, and nothing in it is read."""
+    """All pages of a rank. A slot holds the key or value of one head of one retained
+    token. A page may hold rows of features instead, with ``hidden_size`` numbers each.
+    Page 0 is vLLM's null block, which is never read."""
 
     def __init__(
         self,
@@ -93,7 +96,7 @@ class PageMemory(PageView):
     ) -> None:
         self.geometry = geometry
         heads = geometry.num_kv_heads
-        # Not zeroed: on a CPU, memory that no page uses is then never touched.
+        # Not zeroed, so that a CPU never touches the memory of unused pages.
         shape = num_pages, 2, geometry.page_size * heads, geometry.head_dim
         self.memory = torch.empty(shape, dtype=dtype, device=device)
         super().__init__(
@@ -103,15 +106,15 @@ class PageMemory(PageView):
     @property
     def first_kv_head(self) -> int:
         """Number of this rank's first KV head in the model. With more ranks than KV
-        heads, neighbours hold the same.
+        heads, neighbouring ranks hold the same head.
         """
         ranks = get_tensor_model_parallel_world_size()
         rank = get_tensor_model_parallel_rank()
         return rank * self.geometry.total_kv_heads // ranks
 
     def copy(self, copies: Iterable[tuple[list[int], list[int]]]) -> None:
-        """Copy pages: pairs of the ids of originals, and of the pages that become their
-        copies. All originals are read before any copy is written.
+        """Copy pages. ``copies``: pairs of the ids of originals, and of the pages that
+        become copies of them. All originals are read before any copy is written.
         """
         sources, targets = (
             on_device([*chain.from_iterable(ids)], self.memory.device)
@@ -120,8 +123,8 @@ class PageMemory(PageView):
         self.memory[targets] = self.memory[sources]
 
     def view_for(self, num_kv_heads: int, head_dim: int) -> PageView:
-        """View of the same pages for a model of other heads, with as many whole tokens
-        as a page's bytes hold.
+        """View of the same pages for a model with other heads. A page holds as many
+        whole tokens as fit.
         """
         pages = self.memory.flatten(1)
         page_size = pages.shape[1] // (2 * num_kv_heads * head_dim)
@@ -139,6 +142,6 @@ def page_table(page_ids: list[list[int]], device: torch.device) -> Tensor:
     int32.
     """
     widest = max(map(len, page_ids))
-    # Page 0 is never handed out; what pads a layer is never read.
+    # Padding names page 0, which is never handed out. It is never read.
     padded = [pages + [0] * (widest - len(pages)) for pages in page_ids]
     return on_device(padded, device, torch.int32)

@@ -33,9 +33,9 @@ class Rank:
     max_num_seqs: int
     max_num_batched_tokens: int
     pages: PageMemory | None = None
-    """None until vLLM has sized the pool, and for methods that keep nothing."""
+    """None until vLLM has sized the pool, and for cache methods without pages."""
 
     @property
     def max_pages(self) -> int:
-        """The most pages of a request in a layer, as page tables are padded."""
+        """The most pages of a request in a layer, padded like page tables."""
         return padded_width(-(-self.max_model_len // self.options.page_size))

@@ -33,9 +33,10 @@ class StepsRun(NamedTuple):
     outcomes: list[StepOutcome]
     """One per step."""
     results: list[Results]
-    """The layer pass's, of each step."""
+    """Results of the layer pass, one per step."""
     answers: list[np.ndarray]
-    """Values on the host of what the layer pass ``asked`` after the last step."""
+    """Host copies of the tensors that the layer pass ``asked`` for after the last step.
+    """
 
 
 @dataclass
@@ -50,8 +51,8 @@ class Reporter:
     with_trace: bool
 
     def reports(self) -> list[dict[str, StepResult]]:
-        """Reports of each step by request, up to the last step that did something. A
-        request ends with its first failure.
+        """Reports of each step by request, up to the last step that did something. The
+        first failure of a request is its last report.
         """
         steps = self.run.plans
         reports: list[dict[str, StepResult]] = [{} for _ in steps]
@@ -64,9 +65,9 @@ class Reporter:
                 try:
                     if number:
                         if (canvas.known[slice(*plan.window)] >= 0).all():
-                            break  # it ran with others, and had nothing to do
-                        # It was fed the rows of the first step; those that its own plan
-                        # leaves out had no effect.
+                            break  # the step ran for other requests, and did nothing here
+                        # The step computed the rows of the first step. Rows that are
+                        # not in its own plan had no effect.
                         rows = self.layer_pass.positions(plan, canvas)
                     result = self._result(index, number, plan, rows)
                 except Exception as error:
@@ -84,7 +85,7 @@ class Reporter:
     def _result(
         self, index: int, step: int, plan: StepPlan, rows: np.ndarray
     ) -> StepResult:
-        """Take what a step filled into a canvas. ``rows``: the canvas positions that it
+        """Apply a step to its canvas. ``rows``: canvas positions that the step
         computed.
         """
         outcome = self.run.outcomes[step]

@@ -1,5 +1,5 @@
-"""Steps whose work is known before those ahead of them have run, so that a device may
-get them all at once.
+"""Steps whose work is known before the steps ahead of them have run, so that a device
+can get all of them at once.
 """
 
 import math
@@ -24,14 +24,14 @@ def steps_known_ahead(
     *,
     may_idle: bool,
 ) -> Iterator[dict[str, StepPlan]]:
-    """Yield ``plans``, and those of at most ``num_steps - 1`` following steps of the
-    blocks that do the same work on other tokens. A step is planned when it is asked
-    for, while a device runs those before it. Steps that fill fixed counts leave every
-    block unfinished, except the last. ``progress`` is that before ``plans``.
+    """Yield ``plans``, and the plans of at most ``num_steps - 1`` following steps that
+    do the same work on other tokens. Each step is planned lazily, while a device runs
+    the steps before it. If steps fill fixed counts, only the last one may finish a
+    block. ``progress``: progress before ``plans``.
 
-    ``may_idle``: True if a step changes nothing but the tokens that it fills. Then
-    requests whose rules fill an open number of tokens run ahead too, and may have
-    nothing to do in the last steps.
+    ``may_idle``: True if a step changes only the tokens that it fills. Then requests
+    with rules of parallel unmasking run ahead too, and may have nothing to do in the
+    last steps.
     """
     yield plans
     most = float(num_steps)
@@ -43,12 +43,12 @@ def steps_known_ahead(
         if not fills_fixed_count(first, spec):
             if not may_idle or not _depends_on_no_count(first, own, spec, plan):
                 return
-            # Half of the steps that the block takes at the pace of its last one: few of
-            # them find nothing to do.
+            # Half of the steps that the block would take at the pace of its last step,
+            # so that few of them have nothing to do.
             most = min(most, own.num_masked / (2 * max(own.last_unmasked, 1)))
     ahead = {request_id: replace(progress[request_id]) for request_id in plans}
-    # Of requests whose steps may fill fewer positions than planned: the same, if they
-    # fill none.
+    # Progress of requests whose steps may fill fewer positions than planned, if the
+    # steps fill none.
     behind = {
         i: replace(progress[i])
         for i, first in plans.items()
@@ -80,10 +80,10 @@ def steps_known_ahead(
                     ahead[request_id].num_masked,
                     fewest.num_masked,
                 ):
-                    return  # neither a fixed number nor all that is left
+                    return  # neither a fixed number nor all masks that are left
         except Exception:
-            # If the step itself comes to be planned, only the request fails whose plan
-            # it is.
+            # The step is planned again later, and then only the request with the error
+            # fails.
             logger.exception(
                 "a step ahead cannot be planned; the steps before it run one by one"
             )
@@ -97,14 +97,14 @@ def steps_known_ahead(
 
 
 def _is_known_ahead(plan: StepPlan, spec: DecodingSpec) -> bool:
-    """Return True if the host needs no result of a step to plan the next."""
+    """Return True if the host can plan the next step without the results of this one."""
     whole_window = plan.quota.candidates == plan.window
     needs_results = (
         spec.ends.early_stop
         or spec.reports.streams_steps
         or spec.unmasking.certainty_sigma is not None
     )
-    needs_results |= plan.post_step > 0  # whether its block ends is its result
+    needs_results |= plan.post_step > 0  # its result decides whether the block ends
     return (
         whole_window
         and not needs_results
@@ -120,8 +120,8 @@ def _depends_on_no_count(
     spec: DecodingSpec,
     plan_next: Callable[[DecodingSpec, Progress], StepPlan],
 ) -> bool:
-    """Return True if the next steps do the same work whatever this one fills, and each
-    fills one position at least.
+    """Return True if the next steps do the same work, whatever this step fills, and
+    each of them fills at least one position.
     """
     by_rule = (
         plan.quota.parallel is not None
@@ -145,7 +145,7 @@ def does_same_work(plan: StepPlan, other: StepPlan) -> bool:
     """Return True if two steps differ only in the number of positions that they fill
     and in their random numbers.
     """
-    if plan.span != other.span:  # most of those that differ, and quickly told
+    if plan.span != other.span:  # finds most differences, and is cheap
         return False
     theirs = other.quota
     quota = replace(

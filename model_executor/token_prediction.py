@@ -1,10 +1,10 @@
-"""From hidden states of masked positions to a predicted token and its statistics, a
-vocabulary shard at a time.
+"""Prediction of a token and its statistics from the hidden state of each masked
+position, on shards of the vocabulary.
 
-Logits are made for the rows given and for a bounded number of them at once, so a step
-never holds ``[canvas, vocabulary]``. Under tensor parallelism each rank reduces its own
-shard and only per-row numbers travel; top-p and top-k, which need the whole
-distribution, gather the logits of the rows that use them.
+Logits are made only for the given rows, and for a limited number of rows at once, so a
+step never holds ``[canvas, vocabulary]``. With tensor parallelism each rank reduces its
+own shard, and ranks exchange only numbers per row. Top-p and top-k need the whole
+distribution: they gather the logits of the rows that use them.
 """
 
 from collections.abc import Callable, Sequence, Set
@@ -46,14 +46,14 @@ from dllm_engine.model_executor.unmasking.logits import (
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 
 FILTERED_OUT = 1e6
-"""By so much lower is the score of a token that top-p and top-k leave out: a
-constrained response may need it.
+"""Difference by which the score of a token is lowered if top-p or top-k leaves it out.
+It is not −∞, because a constrained response may need the token.
 """
 
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """Settings that rows share in one forward through the head."""
+    """Sampling settings that all rows of one pass through the head share."""
 
     temperature: float
     top_p: float
@@ -63,7 +63,7 @@ class SamplingSettings:
     top-k.
     """
     least_confident: frozenset[int] = frozenset()
-    """Tokens that may be predicted, and that the statistics leave out."""
+    """Tokens that may be predicted, but do not count in the statistics."""
 
     @classmethod
     def of(cls, spec: DecodingSpec) -> "SamplingSettings":
@@ -95,28 +95,27 @@ GREEDY = SamplingSettings(0.0, 1.0, 0, False)
 
 
 class Wanted(NamedTuple):
-    """Statistics that are wanted beside a token and its probability."""
+    """Statistics to compute beside a token and its probability."""
 
     measures: Set[Measure] = frozenset()
-    """Further confidences."""
+    """Measures of confidence."""
     num_logprobs: int | None = None
-    """Likeliest tokens whose log-probabilities are wanted, beside the predicted one's;
-    None: none.
+    """Number of the likeliest tokens whose log-probabilities are computed, beside that
+    of the predicted token; None: no log-probabilities.
     """
 
 
 class Demands(NamedTuple):
-    """Demands of requests on the tokens in their rows."""
+    """Demands of requests on the tokens of their rows."""
 
     biased: Sequence[BiasedRows] = ()
-    """Rows whose logits are changed before all else but log-probabilities, which stay
-    the model's.
+    """Rows whose logits are changed before everything else. Reported log-probabilities
+    are those of the unchanged logits.
     """
     constrained: Sequence[ConstrainedRows] = ()
-    """None of the rows, or all, request by request."""
+    """Rows of constrained responses, request by request: all rows or no rows."""
     options: Tensor | None = None
-    """``[num_rows, 2]``: the only tokens that a constrained row may get; −1 in rows
-    that may get any.
+    """``[num_rows, 2]``: the only tokens that a constrained row may get; −1: any token.
     """
 
 
@@ -124,7 +123,9 @@ NO_DEMANDS = Demands()
 
 
 class TokenPredictor:
-    """Predicts tokens for rows of hidden states; the same on every rank."""
+    """Predictor of tokens from rows of hidden states. Results are the same on every
+    rank.
+    """
 
     def __init__(
         self,
@@ -154,7 +155,7 @@ class TokenPredictor:
         Greedy where ``temperature`` is 0, else Gumbel-max sampling: the argmax of
         exp(logits) / (-log u)^T is the argmax of logits + T · Gumbel noise.
 
-        ``counters``: needed for sampling only.
+        ``counters``: needed only for sampling.
         """
         constrained = demands.constrained
         changes_logits = constrained or demands.biased or settings.least_confident
@@ -165,8 +166,9 @@ class TokenPredictor:
             rows = chunks[number]
             return _Chunk(self, hidden, rows, settings, counters, demands)
 
-        # Constraints read chunks twice; a single one is computed once. Others need not
-        # outlive the next one's logits.
+        # Constraints read each chunk twice: cache the last one, so that a single chunk
+        # is computed once. Without constraints, a chunk must not outlive the logits of
+        # the next.
         computed: Callable[[int], _Chunk] = (
             lru_cache(maxsize=1)(compute) if constrained else compute
         )
@@ -176,8 +178,8 @@ class TokenPredictor:
             by_request = zip(
                 *(computed(number).class_maxima() for number in numbers), strict=True
             )
-            # Where filters are used, every rank has the whole vocabulary, and the same
-            # maxima. Waits for the device.
+            # With filters, every rank has the whole vocabulary, and equal maxima. This
+            # waits for the device.
             maxima = [
                 gather_from_ranks(torch.cat(parts), self.tp_group).amax(dim=0)
                 for parts in by_request
@@ -194,9 +196,9 @@ class TokenPredictor:
     def logprobs_at(
         self, hidden: Tensor, asked: Sequence[tuple[slice, Tensor]]
     ) -> list[Tensor]:
-        """Log-probabilities of some tokens, int64 ``[num_tokens]``, at some rows, under
-        the plain softmax of the rows' logits: float32 ``[num_rows, num_tokens]`` for
-        each pair that is ``asked``.
+        """Log-probabilities of tokens at rows under the plain softmax of the rows'
+        logits, for each pair of rows and tokens (int64 ``[num_tokens]``): float32
+        ``[num_rows, num_tokens]``.
         """
         parts: list[list[Tensor]] = [[] for _ in asked]
         for chunk in self._chunks(hidden):
@@ -212,9 +214,9 @@ class TokenPredictor:
         return [torch.cat(part) for part in parts]
 
     def logprobs_of(self, hidden: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
-        """Log-probabilities, float32 ``[2, num_tokens]``, of tokens, int64
-        ``[num_tokens]``, each at the row beside it, and of the likeliest token there,
-        under the plain softmax of the row's logits.
+        """Log-probabilities, float32 ``[2, num_tokens]``, of ``tokens[i]`` at row
+        ``rows[i]``, and of the likeliest token of this row, under the plain softmax of
+        the row's logits. ``rows`` and ``tokens`` are int64 ``[num_tokens]``.
         """
         logprobs = torch.empty(2, len(tokens), device=hidden.device)
         for chunk in self._chunks(hidden):
@@ -231,7 +233,7 @@ class TokenPredictor:
         return logprobs
 
     def _chunks(self, hidden: Tensor, least_rows: int = LEAST_ROWS) -> list[slice]:
-        """Rows of ``hidden`` that go through the head together."""
+        """Chunks of the rows of ``hidden`` that go through the head together."""
         on_gpu = hidden.device.type != "cpu"
         return head_chunks(
             hidden.shape[0], self.vocab_size, on_gpu=on_gpu, least_rows=least_rows
@@ -239,8 +241,8 @@ class TokenPredictor:
 
 
 class _Chunk:
-    """Rows that go through the head at once: their logits of this rank's tokens, or
-    where filters need them of all.
+    """Rows that go through the head at once, and their logits: for the tokens of this
+    rank, or with filters for all tokens.
     """
 
     def __init__(
@@ -252,7 +254,7 @@ class _Chunk:
         counters: Counters | None,
         demands: Demands,
     ) -> None:
-        """``rows``: those of the chunk. Other arguments as of ``predict``."""
+        """``rows``: rows of the chunk. Other arguments as for ``predict``."""
         self.rows, self.settings, self.tp_group = rows, settings, predictor.tp_group
         self.counters = None
         if counters is not None:
@@ -260,8 +262,8 @@ class _Chunk:
         self.responses = [
             (response.within(rows), response) for response in demands.constrained
         ]
-        """The rows of each constrained response that are in the chunk, counted from its
-        first.
+        """The rows of each constrained response in the chunk, counted from the chunk's
+        first row.
         """
         self.options = None if demands.options is None else demands.options[rows]
         self.plain = predictor.compute_logits(hidden[rows])
@@ -273,8 +275,7 @@ class _Chunk:
             self.logits = gather_shards(self.logits, self.tp_group)
             self.first_token = 0
         self.tokens = slice(self.first_token, self.first_token + self.logits.shape[1])
-        # The mask is never predicted: a position filled with it would never count as
-        # filled.
+        # The mask is never predicted: a position with it would stay masked.
         mask = predictor.mask_token_id
         self.mask_column = (
             mask - self.first_token
@@ -284,8 +285,8 @@ class _Chunk:
 
     @cached_property
     def drawn_from(self) -> tuple[Tensor, float]:
-        """Logits that tokens are drawn from, after the filters, and the temperature
-        that is left to draw at.
+        """Logits that tokens are drawn from, after filters, and the temperature that is
+        still to be applied.
         """
         settings = self.settings
         if not (settings.filters or settings.tempered):
@@ -295,8 +296,9 @@ class _Chunk:
 
     @cached_property
     def scores(self) -> Tensor:
-        """Scores by which the tokens of constrained rows win, ``[num_rows,
-        num_tokens]``: logits, or logits with noise; −∞ for all but the ``options``."""
+        """Scores of the tokens of constrained rows, ``[num_rows, num_tokens]``: logits,
+        or logits with noise; −∞ for all tokens but the ``options``. The best score
+        wins."""
         if self.settings.temperature == 0:
             scores = self.logits.float()
         else:
@@ -334,8 +336,8 @@ class _Chunk:
         wanted: Wanted,
         classes: Tensor | None,
     ) -> TokenStatistics:
-        """Predictions of the rows: of the best token, or with ``classes``, of all rows
-        that are predicted, the best token of each row's class."""
+        """Predictions of the rows: the best token, or with ``classes`` (of all
+        predicted rows) the best token of each row's class."""
         mask_column = self.mask_column
         num_logprobs = wanted.num_logprobs
         with_entropy = "entropy" in wanted.measures
@@ -434,10 +436,10 @@ class _Chunk:
         return gather_from_ranks(values, self.tp_group)
 
 
-@cache  # recorded steps go on to read them
+@cache  # cached, because recorded steps keep reading the tensor
 def _columns(
     tokens: frozenset[int], first_token: int, num_tokens: int, device: torch.device
 ) -> Tensor:
-    """Columns of the tokens that a shard has, int64."""
+    """Columns of those tokens that are in a shard, int64."""
     columns = [token - first_token for token in sorted(tokens)]
     return on_device([column for column in columns if 0 <= column < num_tokens], device)

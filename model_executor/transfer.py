@@ -1,4 +1,4 @@
-"""From the host to the device and back, and between tensor-parallel ranks."""
+"""Copies between the host and the device, and between tensor-parallel ranks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,10 +14,10 @@ def on_device(
     device: torch.device,
     dtype: torch.dtype = torch.int64,
 ) -> Tensor:
-    """Copy numbers from the host to the device, without waiting for it. On a CPU the
-    tensor shares the memory of ``values`` where these are an array of that type."""
+    """Copy numbers from the host to the device without waiting for the device. On a CPU
+    the tensor shares the memory of ``values`` if they are an array of the same type."""
     host_values = torch.as_tensor(values, dtype=dtype)
-    # Only from pinned memory does a GPU fetch them by itself.
+    # A GPU copies asynchronously only from pinned memory.
     return (
         host_values
         if device.type == "cpu"
@@ -26,8 +26,8 @@ def on_device(
 
 
 def on_host(tensors: Sequence[Tensor]) -> list[np.ndarray]:
-    """Copy tensors from the device to the host. However many they are, the device is
-    waited for once. On a CPU the array of a single tensor shares its memory."""
+    """Copy tensors from the device to the host. The host waits for the device once, for
+    any number of tensors. On a CPU the array of a single tensor shares its memory."""
     if len(tensors) < 2:
         return [tensor.cpu().numpy() for tensor in tensors]
     parts = [tensor.flatten().view(torch.uint8) for tensor in tensors]
@@ -55,8 +55,8 @@ def gather_from_ranks(values: Tensor, tp_group: GroupCoordinator) -> Tensor:
 
 
 def gather_shards(values: Tensor, tp_group: GroupCoordinator) -> Tensor:
-    """Gather ``values`` of every rank side by side. The last dimension may differ, as
-    shards of a vocabulary do. With several ranks this waits for the device.
+    """Concatenate ``values`` of every rank in the last dimension, whose size may
+    differ, as for shards of a vocabulary. With several ranks this waits for the device.
     """
     if tp_group.world_size == 1:
         return values

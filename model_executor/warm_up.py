@@ -29,13 +29,13 @@ from dllm_engine.request_options.sampling_params import DEFAULT_GEN_LENGTH
 logger = init_logger(f"vllm.{__name__}")
 
 CANVAS_LENGTHS = (16, 64, 256)
-"""Lengths of made-up requests, beside the longest canvas of a request."""
+"""Canvas lengths of made-up requests, beside the longest one."""
 TOKENS_PER_STEP = 4
 STEPS_OF_LONGEST = 24
-"""So many, because a step of the longest canvas takes long."""
+"""Limit on the steps of the longest canvas, because each takes long."""
 MAX_ERROR = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Largest difference between hidden states of a recorded and a launched pass over the
-largest of them, by their type. They do the same work on the same shapes."""
+"""Largest relative difference between the hidden states of a recorded and a launched
+pass, by their type. Both do the same work on the same shapes."""
 
 
 class WarmUp:
@@ -51,13 +51,13 @@ class WarmUp:
         self.num_pages = 0 if rank.pages is None else rank.pages.memory.shape[0] - 1
 
     def spec(self, canvas_length: int, temperature: float = 0.0) -> DecodingSpec:
-        """A request of the engine's defaults, but for the steps and with one block at a
-        time; half of its canvas is the response, or less."""
+        """A request with the engine's defaults, but with few steps and one block at a
+        time. At most half of its canvas is the response."""
         gen_length = min(DEFAULT_GEN_LENGTH, canvas_length // 2)
         params = SamplingParams(
             max_tokens=gen_length, temperature=temperature, ignore_eos=True
         )
-        # Whole blocks must fit as well.
+        # Leave room, because the canvas ends with a whole block.
         prompt_length = max(
             1, canvas_length - gen_length - (self.family.attention_block or 1) + 1
         )
@@ -67,7 +67,7 @@ class WarmUp:
             self.runner.model_config.hf_config,
             self.runner.options,
         )
-        # Each block takes a first step and others.
+        # Each block needs a first step and later ones.
         steps = min(
             max(2 * spec.layout.num_blocks, spec.schedule.steps // TOKENS_PER_STEP),
             spec.schedule.steps,
@@ -77,8 +77,8 @@ class WarmUp:
 
     def compile(self) -> None:
         """Answer requests until every kernel was launched: requests alone and together,
-        greedy and sampled, at every step of a response; the longest; and the largest
-        batch, which vLLM has run only if there are pages to count."""
+        greedy and sampled, with every step of a response; the longest request; and the
+        largest batch, which vLLM has run only if the method has pages."""
         if self.runner.rank.pages is None:
             self.runner.profile_run()
         for length in sorted({min(length, self.longest) for length in CANVAS_LENGTHS}):
@@ -94,14 +94,15 @@ class WarmUp:
 
     @torch.inference_mode()
     def record(self, record: recording.Record, show_progress: bool) -> None:
-        """Record the graphs that requests of the engine's defaults need. The engine
-        uses none if that fails, or if one does something else than a launched step."""
+        """Record the graphs that requests with the engine's defaults need. The engine
+        uses no graphs if recording fails, or if a graph computes something else than a
+        launched step."""
         runner = self.runner
         graphs = runner.use_graphs(record)
         try:
             self._answer(
                 self.spec(self.longest), 1, STEPS_OF_LONGEST
-            )  # records what requests of the defaults need
+            )  # records the graphs that requests with the defaults need
             for size in tqdm(
                 self._forward_sizes(graphs),
                 desc="Recording steps",
@@ -131,8 +132,8 @@ class WarmUp:
             )
 
     def _forward_sizes(self, graphs: StepGraphs) -> list[ForwardSize]:
-        """Sizes of the steps of blocks that were recorded for one request, in batches
-        of such requests; the largest first, so that the memory they share is asked for
+        """Sizes of the steps that were recorded for one request, in larger batches of
+        such requests. The largest comes first, so that their shared memory is allocated
         once."""
         sizes = set()
         for size in [size for size in graphs.forwards.graphs if size.reads]:
@@ -142,7 +143,8 @@ class WarmUp:
                 else recording.MAX_ROWS
             )
             for number in range(1, self.max_requests + 1):
-                # Beside requests that keep a block, others have half as many rows.
+                # Batches mix requests that keep a block with others, which have half as
+                # many rows.
                 least = number * size.longest // (2 if size.adds else 1)
                 rows = range(least, number * size.longest + 1, size.longest // 2)
                 for num_rows in set(map(recording.padded, rows)):
@@ -156,7 +158,7 @@ class WarmUp:
         return sorted(sizes, reverse=True)
 
     def _pages(self, spec: DecodingSpec) -> PageCounts:
-        """The most pages of each table, over the life of a request."""
+        """The largest size of each table over the life of a request."""
         demand = PageDemand(self.runner.options.method, self.runner.geometry)
         counts = PageCounts()
         for running in spec.extreme_windows:
@@ -170,7 +172,7 @@ class WarmUp:
     def _answer(
         self, spec: DecodingSpec, num_requests: int, most_steps: int | None = None
     ) -> None:
-        """Run requests on pages from the pool's first on, to their end or for
+        """Run requests on the first pages of the pool, to their end or for
         ``most_steps``.
         """
         runner = self.runner
@@ -204,8 +206,7 @@ class WarmUp:
                 (reports,) = runner.execute_model(output).reports
                 output = DiffusionSchedulerOutput.make_empty()
                 for request_id, report in reports.items():
-                    # Weights that are made up as well may compute a NaN, which ends a
-                    # request.
+                    # Random weights may compute a NaN, which ends a request.
                     if isinstance(report, StepReport):
                         report.advance(progress[request_id], spec)
                     if (
@@ -220,7 +221,7 @@ class WarmUp:
 
 
 def warm_up(runner: DiffusionModelRunner, show_progress: bool) -> None:
-    """Everything before the first request, on a GPU."""
+    """Run the whole warm-up of a GPU worker."""
     requests = WarmUp(runner)
     with progress_line("Compiling kernels", shown=show_progress):
         requests.compile()

@@ -1,7 +1,7 @@
 """Accepted texts of a decision, and the probabilities that a forward pass gives them.
 
-docs/decisions.md defines the probabilities. The tokens that all accepted texts have at
-the same position are given; the rest are masks.
+docs/decisions.md defines the probabilities. A token that all accepted texts have at the
+same position is given; other positions are masks.
 """
 
 import json
@@ -23,8 +23,8 @@ class Posterior:
     """Log-probabilities of all accepted texts in one pass."""
 
     def __init__(self, lattice: Lattice, scores: np.ndarray) -> None:
-        """``scores``: of each edge, float64 ``[num_lattice_edges]``; −∞ where none may
-        write its token.
+        """``scores``: score of each edge, float64 ``[num_lattice_edges]``; −∞ if its
+        token must not be written.
         """
         before, after = lattice.log_sums(scores)
         self.lattice = lattice
@@ -32,7 +32,7 @@ class Posterior:
         """Score of each edge, plus the log of the sum over all paths behind it."""
         with np.errstate(
             invalid="ignore"
-        ):  # of nodes that no allowed path passes through
+        ):  # for nodes that no allowed path passes through
             self.steps = np.where(
                 np.isfinite(self.weights),
                 self.weights - after[lattice.sources],
@@ -78,8 +78,8 @@ class FieldChoices:
         """Edges that begin a choice."""
 
     def answer(self, posterior: Posterior, own: np.ndarray) -> dict[str, Any]:
-        """Value, probability and distribution, where the edges of the field's most
-        probable text are ``own``.
+        """Value, probability and distribution. ``own``: edges of the field's most
+        probable text.
         """
         lattice = posterior.lattice
         values = self.values
@@ -107,10 +107,10 @@ class FieldTexts:
             texts.piece_lengths,
         )
         self.read = json.loads if texts.decision.is_json[field] else bytes.decode
-        """Value of a text."""
+        """Converts a text into its value."""
 
     def answer(self, posterior: Posterior, own: np.ndarray) -> dict[str, Any]:
-        """Value, probability and distribution, as of ``FieldChoices``. The
+        """Value, probability and distribution, as in ``FieldChoices``. The
         probabilities are exact.
         """
         accepted = self.accepted
@@ -141,7 +141,7 @@ def _answer(
 
 
 class AcceptedTexts:
-    """All texts of a decision, in one lattice, and the part of each field in it."""
+    """All texts of a decision in one lattice, and the part of each field."""
 
     def __init__(self, decision: Decision) -> None:
         self.decision = decision
@@ -149,8 +149,8 @@ class AcceptedTexts:
 
     @cached_property
     def edge_columns(self) -> np.ndarray:
-        """Index into the decision's tokens of each edge of the lattice; the number of
-        tokens for an end token.
+        """Index of each edge's token in the decision's tokens; an end token has the
+        index behind the last.
         """
         return np.where(
             self.lattice.tokens == END,
@@ -171,22 +171,22 @@ class AcceptedTexts:
 
     @cached_property
     def pieces(self) -> list[bytes]:
-        """Different texts of tokens."""
+        """Distinct texts of tokens."""
         return [*dict.fromkeys(self.decision.spellings)]
 
     @cached_property
     def piece_numbers(self) -> dict[bytes, int]:
-        """Index into ``pieces`` of each of them."""
+        """Index in ``pieces`` of each piece."""
         return {piece: number for number, piece in enumerate(self.pieces)}
 
     @cached_property
     def piece_lengths(self) -> np.ndarray:
-        """Bytes of each of ``pieces``."""
+        """Length in bytes of each of ``pieces``."""
         return np.array([len(piece) for piece in self.pieces])
 
     @cached_property
     def pieces_of_tokens(self) -> np.ndarray:
-        """Index into ``pieces`` of each of the decision's tokens."""
+        """Index in ``pieces`` of each of the decision's tokens."""
         return np.array([self.piece_numbers[text] for text in self.decision.spellings])
 
     @cached_property
@@ -199,5 +199,5 @@ class AcceptedTexts:
 
 @lru_cache(maxsize=16)
 def accepted_texts(packed: bytes) -> AcceptedTexts:
-    """Accepted texts of ``Decision.packed``, shared by requests with the same fields."""
+    """Accepted texts of ``Decision.packed``, cached for requests with the same fields."""
     return AcceptedTexts(unpacked_decision(packed))

@@ -1,4 +1,4 @@
-"""A response under a constraint: the most probable text that this accepts."""
+"""A response under a constraint: the most probable text that the constraint accepts."""
 
 from collections.abc import Sequence
 
@@ -7,9 +7,8 @@ import numpy as np
 from dllm_engine.constraints.constraint import Constraint
 
 _LEAST = -1e9
-"""Score of a token that is ruled out: the text must be accepted all the same. Less than
-any other, and no so much less that the sum of a text's scores would not tell them
-apart."""
+"""Score of a token that is ruled out, for the case that no other text is accepted. It
+is lower than all other scores, but not so low that sums of scores lose the others."""
 
 
 class ConstrainedResponse:
@@ -24,8 +23,8 @@ class ConstrainedResponse:
         thinking_budget: int | None = None,
     ) -> None:
         """``template``: the response before its first step, with None for each mask.
-        What the canvas has behind it may be anything. ``first_end``: the canvas
-        position before which no mask becomes an end token."""
+        Canvas positions behind it may hold any token. ``first_end``: canvas position
+        before which no mask becomes an end token."""
         self.constraint = constraint
         self._budget = thinking_budget
         self._start = prompt_length
@@ -43,17 +42,16 @@ class ConstrainedResponse:
         """The class of each predicted position on the most probable way to complete the
         response, int64 ``[num_predicted]``.
 
-        What is decided up to ``stop`` and not predicted is kept. Masks without a
-        prediction may be anything. What is predicted behind ``stop`` is left out; its
+        Decided tokens before ``stop`` that are not predicted stay. Masks without a
+        prediction may become any token. Predictions behind ``stop`` are ignored; their
         class is −1.
 
         Args:
             known: ``[canvas_length]``, the canvas's tokens, −1 where masked.
-            stop: end of the running blocks. Behind it only what the template gives is
-                decided.
-            positions: canvas positions that are predicted, ascending but for repeated
-                ones.
-            scores: ``[num_predicted, num_classes]``, of the best token of each class.
+            stop: end of the running blocks. Behind it only given tokens are decided.
+            positions: predicted canvas positions, ascending; some may repeat.
+            scores: score of the best token of each class, ``[num_predicted,
+                num_classes]``.
         """
         stop = min(stop, self._stop)
         masked = np.flatnonzero(known[self._position : stop] < 0)
@@ -79,7 +77,7 @@ class ConstrainedResponse:
         return classes
 
     def _read(self, tokens: Sequence[int]) -> None:
-        """Go on to the state after decided tokens; −1 where they lead nowhere."""
+        """The state after decided tokens; −1 if they lead nowhere."""
         for token in tokens:
             kind = int(self.constraint.class_of[token])
             leads = self._state >= 0 and kind >= 0
@@ -90,12 +88,13 @@ class ConstrainedResponse:
     def _most_probable(
         self, scores: np.ndarray, first: int, accepted: np.ndarray
     ) -> np.ndarray:
-        """The classes of a run of tokens from the state reached to one of ``accepted``
-        (bool ``[num_states]``) with the largest sum of scores, int64 ``[num_tokens]``;
-        of equal ones any, but always the same.
+        """Classes of the run of tokens from the current state to one of ``accepted``
+        (bool ``[num_states]``) with the largest sum of scores, int64 ``[num_tokens]``.
+        Ties are decided in the same way each time.
 
-        ``scores``: float64 ``[num_tokens, num_classes]``, −∞ for what must not be
-        taken; some run has finite ones. ``first``: canvas position of the first token.
+        ``scores``: float64 ``[num_tokens, num_classes]``; −∞ for classes that must not
+        be used. At least one run must have finite scores. ``first``: canvas position of
+        the first token.
         """
         constraint = self.constraint
         t = self.constraint.transitions

@@ -1,9 +1,9 @@
 """The most probable texts of a field with a pattern, and their probabilities.
 
 Several sequences of tokens may spell a text, and a field may begin at several
-positions: the probability of a text is the sum over all of these. A search therefore
-goes from text to text, not from token to token. It takes one state of the pattern after
-the other, and computes all beginnings that lead to it at once.
+positions: the probability of a text is the sum over all of them. So the search extends
+texts, not sequences of tokens. It visits one state of the pattern after the other, and
+computes at once all beginnings that lead to the state.
 """
 
 from collections import defaultdict
@@ -18,19 +18,21 @@ from dllm_engine.model_executor.constraints.lattice import Lattice
 
 
 class Arcs(NamedTuple):
-    """Pieces of text that lead from one state to others. All tokens with the same text
-    are one piece.
+    """Pieces of text that lead from one state to other states. All tokens with the same
+    text are one piece.
     """
 
     pieces: np.ndarray
-    """Number of each piece, ascending."""
+    """Index of each piece, ascending."""
     targets: np.ndarray
-    """The state behind each piece."""
+    """State after each piece."""
     positions: np.ndarray
-    """Positions that the pieces may have, ascending; 0 is the first one of the field.
+    """Positions that the pieces may have, ascending; 0 is the first position of the
+    field.
     """
     place: slice
-    """Place of the numbers of ``[num_arcs, num_positions]`` among those of all states.
+    """Place of this state's ``[num_arcs, num_positions]`` numbers among those of all
+    states.
     """
 
 
@@ -39,18 +41,18 @@ class Beginnings(NamedTuple):
 
     texts: list[bytes]
     chances: np.ndarray
-    """``[num_texts, num_positions]``: probability that the field begins so and that
-    this takes all tokens before a position."""
+    """``[num_texts, num_positions]``: probability that the field begins with a text,
+    and that the text ends just before a position."""
 
 
 Choice = Callable[[int, Beginnings], tuple[np.ndarray, np.ndarray]]
-"""From a state and the beginnings that lead to it: the beginnings that go on, and the
-arc that each takes. A beginning may take several."""
+"""Maps a state and the beginnings that lead to it to the beginnings that go on, and the
+arc of each. A beginning may occur with several arcs."""
 
 
 class FieldLattice:
-    """A field's part of a lattice. State 0 is before the field, and each arc leads to a
-    state of a larger number.
+    """The part of a lattice that belongs to a field. State 0 is before the field, and
+    each arc leads to a state with a larger number.
     """
 
     def __init__(
@@ -60,8 +62,8 @@ class FieldLattice:
         pieces: np.ndarray,
         lengths: np.ndarray,
     ) -> None:
-        """``edges``: those of the field, ascending. ``pieces``: number of the text of
-        each; ``lengths``: bytes of each text."""
+        """``edges``: edges of the field, ascending. ``pieces``: index of the text of
+        each edge. ``lengths``: bytes of each text."""
         sources = lattice.states[edges]
         targets = lattice.next_states[edges]
         first = int(lattice.positions[edges[0]])
@@ -71,10 +73,10 @@ class FieldLattice:
         self.longest_piece = int(lengths[pieces].max())
         self.num_positions = int(positions[-1]) + 2
         self.begins = ~np.isin(sources, targets)
-        """True for edges that begin the field."""
+        """True for each edge that begins the field."""
         states, target_of = np.unique(targets, return_inverse=True)
-        # An edge from the last position of a state leads to a later one: states are
-        # numbered by their last positions.
+        # States are numbered by their last positions, because an edge from a state's
+        # last position leads to a later position.
         last = np.zeros(len(states), np.int64)
         np.maximum.at(last, target_of, positions)
         number = np.empty(len(states), np.int64)
@@ -88,7 +90,7 @@ class FieldLattice:
         self.end_places, ends = np.unique(
             targets * self.num_positions + positions + 1, return_index=True
         )
-        """State and position of each node behind an edge, as an index into
+        """State and position of each node after an edge, as an index into
         ``[num_states, num_positions]``.
         """
         self.end_nodes = lattice.nodes_behind[edges[ends]]
@@ -135,18 +137,18 @@ class FieldLattice:
             + column_of
             - column_bounds[sources]
         )
-        """Index of each edge into the numbers of all arcs and positions."""
+        """Index of each edge in the numbers of all arcs and positions."""
         self.num_places = int(bounds[-1])
 
 
 class FieldChances:
-    """Probabilities in a field's part of a lattice, in one pass."""
+    """Probabilities of one pass in the part of a lattice that belongs to a field."""
 
     def __init__(
         self, own: FieldLattice, visits: np.ndarray, steps: np.ndarray
     ) -> None:
         """``visits``: log-probability that a text passes through each node. ``steps``:
-        log-probability of each edge, given that its source is passed through."""
+        log-probability of each edge, given that the text passes through its source."""
         lattice = own.lattice
         edges = np.exp(steps[own.edges])
         edges[own.begins] *= np.exp(visits[lattice.sources[own.edges[own.begins]]])
@@ -157,15 +159,15 @@ class FieldChances:
             for each in own.arcs
         ]
         """``[num_arcs, num_positions]`` of each state: probability of an arc, given
-        that the state is passed through at this position; from state 0, also that the
-        field begins there."""
+        that the text passes through the state at this position; from state 0, times the
+        probability that the field begins there."""
         leaving, counts = lattice.edges_from_each(own.end_nodes)
         owners = np.repeat(np.arange(len(counts)), counts)
         others = lattice.fields[leaving] != lattice.fields[own.edges[0]]
         ends = np.bincount(owners[others], np.exp(steps[leaving[others]]), len(counts))
         self.ends = np.zeros((own.num_states, own.num_positions))
-        """Probability that the field ends at a state and a position, given that they
-        are passed through.
+        """Probability that the field ends at a state and a position, given that the
+        text passes through them.
         """
         self.ends.flat[own.end_places] = np.where(counts == 0, 1.0, ends)
         self.best = self.ends.copy()
@@ -179,11 +181,11 @@ class FieldChances:
                 self.best[at] = np.maximum(self.best[at], behind.max(axis=0))
 
     def most_probable_texts(self, spellings: Sequence[bytes], most: int) -> list[bytes]:
-        """Up to ``most`` texts, the most probable ones. One of many improbable
+        """The most probable texts, at most ``most``. A text with many improbable
         spellings may be missing.
 
-        Only the ``most`` beginnings go on from each state whose best spelling is the
-        most probable.
+        From each state, only the ``most`` beginnings with the most probable best
+        spelling go on.
 
         Args:
             spellings: text of each piece.
@@ -198,11 +200,13 @@ class FieldChances:
     def choose(
         self, state: int, reached: Beginnings, most: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The most probable beginnings with an arc more, up to ``most``; as ``Choice``."""
+        """Choose the most probable beginnings with one more arc, at most ``most``, like
+        ``Choice``.
+        """
         behind = self._best_of_arcs(state)
         used = np.arange(len(behind))
         if len(behind) > most * behind.shape[1]:
-            # At each position the others lead to none of the best texts.
+            # At each position, other beginnings cannot lead to one of the best texts.
             used = np.unique(np.argpartition(-behind, most, axis=0)[:most])
         chances = reached.chances[:, self.own.arcs[state].positions] @ behind[used].T
         likeliest = _largest(chances.ravel(), most)
@@ -218,7 +222,7 @@ class FieldChances:
     ) -> dict[bytes, float]:
         """The probability of each text, summed over all of its spellings.
 
-        ``spellings``: text of each piece; ``numbers``: the piece of each text.
+        ``spellings``: text of each piece; ``numbers``: index of each piece by its text.
         """
         beginnings = {text[:stop] for text in texts for stop in range(1, len(text) + 1)}
         pieces_behind: dict[bytes, list[int]] = defaultdict(list)
@@ -248,17 +252,19 @@ class FieldChances:
     def _beginnings(
         self, spellings: Sequence[bytes], choose: Choice, most: int | None = None
     ) -> Iterator[tuple[int, Beginnings]]:
-        """Beginnings of texts by the state that they lead to; ``most``: only so many,
-        the most promising ones.
+        """Beginnings of texts by the state that they lead to. ``most``: limit per
+        state, for the most promising ones.
         """
         own = self.own
         width = self.own.num_positions
         rows_of: list[dict[bytes, int]] = [{} for _ in range(own.num_states)]
-        """Row of each beginning that leads to a state."""
+        """Row of each beginning, per state that it leads to."""
         arriving: list[list[tuple[np.ndarray, np.ndarray]]] = [
             [] for _ in range(own.num_states)
         ]
-        """Places in ``[num_texts, num_positions]``, and what is added there."""
+        """Indices into ``[num_texts, num_positions]`` and the probabilities that are
+        added there, per state.
+        """
         rows_of[0][b""] = 0
         arriving[0].append((np.arange(width), np.ones(width)))
         for state, arcs in enumerate(own.arcs):
@@ -304,7 +310,7 @@ class FieldChances:
                 arriving[target].append((places.ravel(), following[group].ravel()))
 
     def _complete(self, state: int, reached: Beginnings) -> dict[bytes, float]:
-        """The beginnings that are whole texts, and their probabilities."""
+        """Beginnings that are complete texts, and their probabilities."""
         chances = reached.chances @ self.ends[state]
         return {
             reached.texts[row]: float(chances[row])
@@ -312,7 +318,7 @@ class FieldChances:
         }
 
     def _best_of_arcs(self, state: int) -> np.ndarray:
-        """Probability of each arc from a state with the most probable pieces behind,
+        """Probability of each arc from a state followed by the most probable pieces,
         ``[num_arcs, num_positions]``.
         """
         arcs = self.own.arcs[state]
@@ -321,8 +327,8 @@ class FieldChances:
 
 
 def _largest(values: np.ndarray, count: int) -> np.ndarray:
-    """Indices of the ``count`` largest values, ascending; of all where there are no
-    more.
+    """Indices of the ``count`` largest values, or of all values if there are fewer;
+    ascending.
     """
     if len(values) <= count:
         return np.arange(len(values))

@@ -11,24 +11,24 @@ import numpy as np
 from dllm_engine.constraints.graph import Graph
 
 OPEN = -2
-"""Number of a position that may hold several tokens."""
+"""Marks a position that may hold several tokens."""
 
 
 class Level(NamedTuple):
-    """Edges at the same distance from the start of their segments, by the node that
-    each is joined at.
+    """Edges at the same distance from the start of their segments, grouped by the node
+    where their values are joined.
     """
 
     edges: np.ndarray
     nodes: np.ndarray
-    """Nodes that edges are joined at, ascending."""
+    """Nodes where edges are joined, ascending."""
     firsts: np.ndarray
     """Index of the first edge of each node."""
 
 
 def _levels(level: np.ndarray, near: np.ndarray) -> list[Level]:
-    """The levels in ascending order. ``level``, ``near``: of each edge, the number of
-    its level and the node that it is joined at, which no other level has.
+    """Levels in ascending order. ``level``, ``near``: level of each edge, and the node
+    where it is joined. A node is in one level only.
     """
     order = np.lexsort((near, level))
     joined = near[order]
@@ -44,14 +44,13 @@ def _levels(level: np.ndarray, near: np.ndarray) -> list[Level]:
 
 
 class Lattice:
-    """All sequences of a graph in as many positions as its longest one has. End tokens
-    follow a shorter sequence.
+    """All sequences of a graph, padded with end tokens to the length of the longest
+    one.
 
-    A node is a state before a position. Where all sequences pass through one node, the
-    lattice falls into segments. They depend on nothing in each other, so one sweep over
-    levels, which count positions from the start of a segment, computes all of them. The
-    node between two segments is two nodes: the last one of the first, the first one of
-    the second.
+    A node is a state before a position. The lattice is cut into segments at each node
+    that all sequences pass through. Segments are independent, so one sweep over levels,
+    which count positions from the start of a segment, computes all of them. A cut node
+    is stored twice: as the last node of one segment, and as the first node of the next.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -65,8 +64,8 @@ class Lattice:
         """Token, field and choice of each edge, as in the graph."""
         self.states = edges["source"].astype(np.int64)
         self.next_states = edges["target"].astype(np.int64)
-        """States of the graph that each edge leads from and to."""
-        # At the end all states are one.
+        """States of the graph before and after each edge."""
+        # All states are merged at the end.
         next_states = np.where(
             self.positions == self.length - 1, graph.final, self.next_states
         )
@@ -78,7 +77,7 @@ class Lattice:
         """Segment of each edge."""
         source_keys = self.positions * num_states + self.states
         target_keys = (self.positions + 1) * num_states + next_states
-        # The last node of a segment is another than the first one of the next.
+        # The last node of a segment is separate from the first node of the next.
         closes_segment = is_cut[self.positions + 1]
         target_keys[closes_segment] += (self.length + 1) * num_states
         keys, nodes = np.unique(
@@ -98,12 +97,13 @@ class Lattice:
         following = np.arange(len(keys))
         following[self.closes[:-1]] = self.opens[1:]
         self.nodes_behind = following[self.targets]
-        """The node behind each edge: at the end of a segment the first one of the next.
+        """The node after each edge; at the end of a segment the first node of the next
+        segment.
         """
 
     def log_sums(self, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Logs of the sums over all paths from the start of a segment to each node, and
-        from it to the end.
+        from each node to the end of its segment.
 
         ``[num_nodes]`` each. ``scores``: ``[num_lattice_edges]``; the score of a path
         is their sum.
@@ -116,7 +116,7 @@ class Lattice:
         )
 
     def best_path(self, scores: np.ndarray) -> np.ndarray:
-        """The edges of a path with the largest score, one per position, int64
+        """The edges of the path with the largest score, one per position, int64
         ``[length]``.
         """
         best = self._sweep(
@@ -139,9 +139,9 @@ class Lattice:
         far: np.ndarray,
         levels: list["Level"],
     ) -> np.ndarray:
-        """The ``join`` of the scores of all paths between nodes ``begins`` and each
-        node, ``[num_nodes]``; −∞ where there is none. Each edge carries a value from
-        its ``far`` node to its near one, level by level."""
+        """The ``join`` of the scores of all paths between the nodes ``begins`` and each
+        node, ``[num_nodes]``; −∞ if there is no path. Each edge carries a value from
+        its ``far`` node to its near node, level by level."""
         values = np.full(len(self.first_edges) - 1, -np.inf)
         values[begins] = 0.0
         for edges, nodes, firsts in levels:
@@ -149,9 +149,9 @@ class Lattice:
         return values
 
     def tokens_left(self, allowed: np.ndarray) -> np.ndarray:
-        """The token of each position that all sequences of ``allowed`` edges (bool
-        ``[num_lattice_edges]``) have there, int64 ``[length]``; ``OPEN`` where they
-        differ."""
+        """The token of each position in all sequences of ``allowed`` edges (bool
+        ``[num_lattice_edges]``), int64 ``[length]``; ``OPEN`` if the sequences differ.
+        """
         scores = np.where(allowed, 0.0, -np.inf)
         before, after = self.log_sums(scores)
         alive = np.isfinite(before[self.sources] + scores + after[self.targets])
@@ -165,8 +165,8 @@ class Lattice:
         return np.arange(*self.first_edges[node : node + 2])
 
     def edges_from_each(self, nodes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The edges that leave each of some nodes, one node after the other, and how
-        many those of each are.
+        """The edges that leave each of some nodes, node by node, and their number per
+        node.
         """
         firsts = self.first_edges[nodes]
         counts = self.first_edges[nodes + 1] - firsts
@@ -177,10 +177,11 @@ class Lattice:
     def conditionals(
         self, path: np.ndarray, weights: np.ndarray, positions: Collection[int]
     ) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-        """At each of some positions, the tokens that may follow a path's tokens before
-        it, and their log-probabilities.
+        """For each of some positions, the tokens that may follow the path's tokens
+        before it, and their log-probabilities.
 
-        ``weights``: per edge its score and the log of the sum over all paths behind it.
+        ``weights``: score of each edge, plus the log of the sum over all paths behind
+        it.
         """
         options = {}
         nodes = self.opens[:1]

@@ -13,13 +13,13 @@ from dllm_engine.model_executor.constraints.accepted_texts import (
 from dllm_engine.model_executor.constraints.lattice import OPEN
 
 TokenOptions = dict[int, tuple[np.ndarray, np.ndarray]]
-"""By positions, tokens that may follow those before, and their log-probabilities among
-accepted texts.
+"""By position, the tokens that may follow the tokens before, and their
+log-probabilities among accepted texts.
 """
 
 
 class RunningDecision:
-    """A decision of one request, pass by pass."""
+    """A decision of one request, over one or several passes."""
 
     def __init__(
         self, texts: AcceptedTexts, end_tokens: frozenset[int], passes: int
@@ -37,7 +37,7 @@ class RunningDecision:
     @property
     def answers(self) -> dict[str, dict[str, Any]]:
         """Value, probability, distribution and label mass of each committed field, in
-        the order of the fields.
+        field order.
         """
         return {
             self.decision.names[field]: self._answers[field]
@@ -56,14 +56,14 @@ class RunningDecision:
         *,
         with_logprobs: bool = False,
     ) -> tuple[dict[int, int], TokenOptions]:
-        """Commit the surest fields, or in the last pass all that are left. Returns the
-        tokens that this decides, by their positions, and with ``with_logprobs`` the
-        options of these positions.
+        """Commit the surest fields, or in the last pass all remaining ones. Returns the
+        tokens that this decides by position, and with ``with_logprobs`` the options of
+        these positions.
 
         Args:
-            positions: all masks of the response, counted from its start.
-            logprobs: float64 ``[num_masks, num_columns]`` of ``columns``, under the
-                softmax over the whole vocabulary; finite.
+            positions: positions of all masks in the response.
+            logprobs: log-probabilities of ``columns`` under the softmax over the whole
+                vocabulary, float64 ``[num_masks, num_columns]``; finite.
         """
         lattice = self.lattice
         num_tokens = len(self.decision.tokens)
@@ -91,7 +91,7 @@ class RunningDecision:
         left = (
             self._tokens_left(path, committed) if self._left else lattice.tokens[path]
         )
-        # The best end token of a position stands for all of them.
+        # The best end token of a position stands for all end tokens.
         best = np.full(lattice.length, END)
         if self._ends:
             best[positions] = np.array(self._ends)[
@@ -115,15 +115,16 @@ class RunningDecision:
         }
 
     def _surest(self, positions: Sequence[int], posterior: Posterior) -> list[int]:
-        """The fields to commit in a pass that is not the last: those whose tokens are
-        all decided, and an equal part of the others. ``positions`` as of ``commit``."""
+        """The fields to commit in a pass that is not the last: all fields whose tokens
+        are decided, and an equal share of the others. ``positions`` as for ``commit``.
+        """
         lattice, path, steps = self.lattice, posterior.path, posterior.steps
         path_fields = lattice.fields[path]
         as_on_path = self._as_on_path(path)
 
         def sureness(field: int) -> float:
-            """Log-probability that the field has its text at these positions: only what
-            is somewhere is committed.
+            """Log-probability that the field has its text at these positions, because a
+            commit writes the text at its positions.
             """
             own = path[path_fields == field]
             place = lattice.positions[own[0]]
@@ -141,18 +142,19 @@ class RunningDecision:
         return decided + sorted(undecided, key=sureness, reverse=True)[:count]
 
     def _as_on_path(self, path: np.ndarray) -> np.ndarray:
-        """The edges that write what a path writes at their position, bool
+        """The edges that write the path's token at their position, bool
         ``[num_lattice_edges]``.
 
-        A text that may follow several others begins with an edge from each of them.
+        There may be several per position: a text that may follow several others begins
+        with an edge from each of them.
         """
         same = path[self.lattice.positions]
         columns = (self.lattice.tokens, self.lattice.fields, self.lattice.targets)
         return np.logical_and.reduce([column == column[same] for column in columns])
 
     def _tokens_left(self, path: np.ndarray, committed: list[int]) -> np.ndarray:
-        """Allow only texts that have the committed fields where the path has them; as
-        ``Lattice.tokens_left``.
+        """Allow only texts whose committed fields are those of the path, at the same
+        positions. Returns the result of ``Lattice.tokens_left``.
         """
         fields = self.lattice.fields
         fixed = np.isin(fields[path], committed)[self.lattice.positions]

@@ -2,7 +2,7 @@
 in its tokens.
 
 A step that computes few rows keeps a GPU busy for less time than the host needs to
-launch its kernels. The forward pass of such a step differs from another's in the
-contents of a few tensors alone, and so does filling in its tokens. Each is recorded
-over tensors of a rounded size and replayed over what later batches put into them.
+launch its kernels. The forward passes of two such steps differ only in the contents of
+a few tensors, and so does filling in their tokens. Each is recorded over tensors of a
+rounded size, and replayed after a later batch has written its numbers into them.
 """

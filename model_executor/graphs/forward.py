@@ -36,7 +36,7 @@ class ForwardSize(NamedTuple):
     num_requests: int
     num_rows: int
     longest: int
-    """The most rows of one request."""
+    """Upper bound of the rows of a request."""
     reads: bool
     """True if requests attend to pages."""
     overwrites: bool
@@ -50,8 +50,8 @@ class ForwardSize(NamedTuple):
     def of(
         cls, batch: StepBatch, layer_pass: PagedPass | DensePass
     ) -> "ForwardSize | None":
-        """Size of the smallest graph for a pass; None if launching the pass takes less
-        time.
+        """Size of the smallest graph for a pass; None if it is faster to launch the
+        pass.
         """
         num_requests = len(batch.sizes)
         num_rows = batch.bounds[-1]
@@ -70,8 +70,8 @@ class ForwardSize(NamedTuple):
             writes = layer_pass.row_slots is not None
             overwrites = writes and reads and not layer_pass.attend_fresh
         if rows > HOST_BOUND_ROWS and (writes or not reads):
-            # Launching it takes no longer, and the slots of so many rows take tens of
-            # MiB.
+            # Launching such a pass is as fast, and the slots of so many rows take tens
+            # of MiB.
             return None
         if not reads:
             num_requests = num_requests + (rows > num_rows)
@@ -89,13 +89,11 @@ class ForwardSize(NamedTuple):
 
 
 class ForwardGraph:
-    """One recorded pass of up to so many requests, which attend to their pages and to
-    their own rows.
+    """Recorded pass of requests that attend to their pages and to their own rows.
 
-    Rows lie at the front. Those behind them, which fill the graph up, are no request's.
-    Where attention reads no pages they attend to each other: what they compute must be
-    numbers, because FlashAttention 3 reads values beyond a sequence and multiplies them
-    by 0.
+    The rows of the batch come first. Padding rows behind them belong to no request. If
+    attention reads no pages, they attend to each other: their results must be numbers,
+    because FlashAttention 3 reads values beyond a sequence and multiplies them by 0.
     """
 
     def __init__(self, rank: Rank, record: Record, size: ForwardSize) -> None:
@@ -139,24 +137,24 @@ class ForwardGraph:
         self.replay = record(self.launch)
 
     def __call__(self, batch: StepBatch, layer_pass: PagedPass | DensePass) -> Tensor:
-        """Hidden states ``[num_rows of the batch, hidden_size]``, until the next replay
-        of any graph.
+        """Replay the graph. Returns the hidden states ``[num_rows of the batch,
+        hidden_size]``, which the next replay of any graph overwrites.
         """
         if (
             self.holds is not layer_pass or layer_pass.repeats is Repeats.AFTER_FOLLOW
-        ):  # else it runs on what the last step left
+        ):  # without new inputs, the graph runs on those of the last step
             self._take(batch, layer_pass)
             self.holds = layer_pass
         hidden: Tensor = self.replay()
         return hidden[: batch.bounds[-1]]
 
     def fill_up(self, page: int) -> int:
-        """Take in the numbers of a made-up batch, whose tokens are all in one page of
-        the pool. Returns its rows.
+        """Write the inputs of a made-up batch, whose tokens are all in one page of the
+        pool. Returns its rows.
         """
         rows = torch.arange(self.places.shape[0], device=self.places.device)
         self.places.fill_(SPARE)
-        self.positions.copy_(rows % 2)  # which every canvas has
+        self.positions.copy_(rows % 2)  # a length that every canvas has
         bounds = (torch.arange(self.size.num_requests + 1) * self.size.longest).clamp(
             max=len(rows)
         )
@@ -200,8 +198,8 @@ class ForwardGraph:
 
 
 class LayoutGraph:
-    """One recorded pass of a cache method whose layers choose rows. It replays passes
-    of the same layout.
+    """Recorded pass of a cache method whose layers choose rows. It replays passes of
+    the same layout.
     """
 
     def __init__(
@@ -212,10 +210,11 @@ class LayoutGraph:
         self.inputs = self._inputs(batch, layer_pass)
         places, positions = self.inputs[:2]
         self.holds = self.recorded_pass = layer_pass
-        """The recorded work reads other tensors of its pass as well."""
+        """The graph also reads other tensors of the recorded pass, so it must be kept.
+        """
         layer_pass.recorded = True
-        # Not launched first: rows are chosen by what the last step has left, which this
-        # work replaces.
+        # The pass is not launched first, because it would overwrite the state of the
+        # last step, by which rows are chosen.
         self.replay = record(
             lambda: model(store.tokens[places], positions, layer_pass),
             launch_first=False,
@@ -224,8 +223,8 @@ class LayoutGraph:
     def __call__(
         self, batch: StepBatch, layer_pass: LayerPass
     ) -> tuple[Tensor, Results]:
-        """Hidden states ``[num_rows, hidden_size]``, until the next replay of any
-        graph, and the results of the pass.
+        """Replay the graph. Returns the hidden states ``[num_rows, hidden_size]``,
+        which the next replay of any graph overwrites, and the results of the pass.
         """
         if self.holds is not layer_pass or layer_pass.repeats is Repeats.AFTER_FOLLOW:
             inputs = self._inputs(batch, layer_pass)
@@ -246,7 +245,9 @@ class LayoutGraph:
 
     @staticmethod
     def _inputs(batch: StepBatch, layer_pass: LayerPass) -> list[Tensor]:
-        """Copies of the places and positions of rows, and ``GraphParts.inputs``."""
+        """Tensors that the graph reads: places and positions of rows, and
+        ``GraphParts.inputs``.
+        """
         parts = layer_pass.graph_parts()
         assert parts is not None
         more = max(parts.num_rows - batch.bounds[-1], 0)

@@ -1,4 +1,4 @@
-"""Recording of work on a GPU, and the sizes that it is recorded for."""
+"""Recording of work on a GPU, and the sizes of recorded work."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
@@ -9,10 +9,10 @@ from vllm.distributed import get_tp_group
 from vllm.distributed.parallel_state import GraphCaptureContext
 
 MAX_GRAPHS = 128
-"""Graphs kept of each kind; the least recently replayed one goes first."""
-MAX_COUNTED = 1024
-"""Kinds of work whose launches are counted: every temperature makes kinds of its own.
+"""Limit on the graphs of each kind. The least recently replayed graph is dropped first.
 """
+MAX_COUNTED = 1024
+"""Limit on the keys whose launches are counted: each temperature makes new keys."""
 SIZES = (4, 8, 16, 24, 32, 48, 64, 96, 128)
 """Numbers of rows that graphs are recorded for, beside multiples of the last."""
 MAX_ROWS = 4096
@@ -20,22 +20,22 @@ MAX_ROWS = 4096
 HOST_BOUND_ROWS = 1024
 """Rows that a GPU computes in about the time that launching a pass takes."""
 LAUNCHES_BEFORE = 2
-"""Times that work of a kind is launched before it is recorded, if warm-up has not
-recorded it.
+"""Number of launches of equal work before it is recorded, if warm-up has not recorded
+it.
 """
 Run = Callable[[], Any]
 Record = Callable[..., Run]
-"""``record(run, launch_first=True)`` returns a function that does the work of ``run``
-again, on tensors that stay where they are and into the same result. It launches the
-work once before, unless told otherwise: kernels are compiled and workspaces allocated
-by that, which must not happen while recording."""
+"""``record(run, launch_first=True)`` returns a function that repeats the work of
+``run`` on the same tensors and into the same result. With ``launch_first`` the work is
+launched once before: this compiles kernels and allocates workspaces, which must not
+happen while recording."""
 _Key = TypeVar("_Key", bound=Hashable)
 _Graph = TypeVar("_Graph")
 
 
 class GraphRecorder:
-    """``Record`` on a GPU. Its graphs share one memory pool and one stream: no two of
-    them run at a time.
+    """``Record`` for a GPU. Its graphs share one memory pool and one stream, so that
+    only one of them runs at a time.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -44,7 +44,8 @@ class GraphRecorder:
 
     def __call__(self, run: Run, *, launch_first: bool = True) -> Run:
         graph = torch.cuda.CUDAGraph()
-        # vLLM's context: the all-reduces of tensor parallelism have to know.
+        # vLLM's context, because all-reduces of tensor parallelism must know about the
+        # capture.
         with get_tp_group().graph_capture(self.context):
             if launch_first:
                 run()
@@ -61,17 +62,17 @@ class GraphRecorder:
 
 
 class GraphCache(Generic[_Key, _Graph]):
-    """Graphs by what they compute."""
+    """Cache of graphs, by their keys."""
 
     def __init__(self, make: Callable[..., _Graph]) -> None:
-        """``make``: from a key, and what else is given to ``get``."""
+        """``make``: makes a graph from a key and the further arguments of ``get``."""
         self.make = make
         self.graphs: OrderedDict[_Key, _Graph] = OrderedDict()
         self.num_launched: Counter[_Key] = Counter()
 
     def get(self, key: _Key, after: int = 0, *given: Any) -> _Graph | None:
-        """Graph of a key; None: launch the step. A graph is made when it has been asked
-        for more than ``after`` times.
+        """Graph of a key; None: launch the step. A graph is made once it has been
+        requested more than ``after`` times.
         """
         if key not in self.graphs:
             if len(self.num_launched) == MAX_COUNTED:
@@ -88,7 +89,9 @@ class GraphCache(Generic[_Key, _Graph]):
 
 
 def padded(number: int) -> int | None:
-    """The next of ``SIZES``, or multiple of the last; None beyond ``MAX_ROWS``."""
+    """Round up to one of ``SIZES``, or to a multiple of the last one; None beyond
+    ``MAX_ROWS``.
+    """
     if number > SIZES[-1]:
         number = -(-number // SIZES[-1]) * SIZES[-1]
         return number if number <= MAX_ROWS else None
@@ -96,7 +99,7 @@ def padded(number: int) -> int | None:
 
 
 def most_padding(num_rows: int) -> int:
-    """The most padding that a graph of ``num_rows`` has; ``num_rows`` is a result of
+    """The most padding rows of a graph of ``num_rows``, which is a result of
     ``padded``.
     """
     return (
@@ -107,8 +110,8 @@ def most_padding(num_rows: int) -> int:
 
 
 def padded_requests(num_requests: int) -> int:
-    """The number of requests that a graph for so many is recorded with: 1, 2, 4, or a
-    multiple of 8.
+    """Round up to the number of requests of a recorded graph: 1, 2, 4, or a multiple of
+    8.
     """
     return next(
         (size for size in (1, 2, 4) if num_requests <= size), -(-num_requests // 8) * 8
@@ -116,7 +119,7 @@ def padded_requests(num_requests: int) -> int:
 
 
 def worth_padding(num_rows: int, padded_rows: int) -> bool:
-    """Return True if a graph of ``padded_rows`` does the work of ``num_rows`` sooner
-    than launches do.
+    """Return True if a graph of ``padded_rows`` is faster than launching the work of
+    ``num_rows``.
     """
     return padded_rows <= max(HOST_BOUND_ROWS, num_rows + num_rows // 16)

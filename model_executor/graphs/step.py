@@ -46,22 +46,23 @@ class FillingSize(NamedTuple):
     width: int
     """Candidates and positions of one request."""
     num_positions: int | None
-    """Positions of the responses, where some request delays end tokens."""
+    """Number of positions of the responses, if a request delays end tokens; else None.
+    """
     has_certainty: bool
     work: FillWork
 
 
 class FillingGraph:
-    """The recorded filling in of up to so many candidates: the head, statistics of its
-    logits, the choice, and the canvas. Candidates behind a batch's own, which fill the
-    graph up, are no request's."""
+    """Recorded filling in of candidates: the head, statistics of its logits, the
+    choice, and the canvas. Padding candidates behind those of the batch belong to no
+    request."""
 
     def __init__(self, rank: Rank, record: Record, size: FillingSize) -> None:
         store = rank.store
         device = rank.device
         shape = size.num_candidates, rank.model.config.hidden_size
         self.hidden = torch.zeros(shape, dtype=rank.dtype, device=device)
-        # What fills the graph up belongs to one more request.
+        # Padding belongs to one more request.
         self.filler = torch.tensor(
             [rank.max_num_seqs, 0, 0, SPARE, 0, ONLY_OBSERVED], device=device
         )[:, None]
@@ -88,7 +89,7 @@ class FillingGraph:
         self.replay = record(self.launch)
 
     def fill_up(self) -> None:
-        """Take in the numbers of a made-up batch. The store must be empty."""
+        """Write the inputs of a made-up batch. The store must be empty."""
         table = self.inputs.table
         request_numbers = self.inputs.numbers
         numbers = torch.arange(table.shape[1], device=table.device)
@@ -124,8 +125,8 @@ class FillingGraph:
     def __call__(
         self, hidden: Tensor, group: BatchCandidates, numbers: RequestNumbers
     ) -> tuple[Filled, TokenStatistics]:
-        """``hidden`` covers all rows of the batch. The statistics last until the next
-        replay of any graph.
+        """``hidden`` covers all rows of the batch. The next replay of any graph
+        overwrites the statistics.
         """
         num_candidates = group.positions.numel()
         own = self.inputs
@@ -157,18 +158,18 @@ class FillingGraph:
 
 
 class StepGraphs:
-    """The graphs of one rank, which run the parts of steps that they can."""
+    """The graphs of one rank. They run those parts of steps that can be recorded."""
 
     def __init__(self, rank: Rank, record: Record) -> None:
         self.rank, self.record, self.store = rank, record, rank.store
         self.launches_before = 0
-        """Times that work of a kind is launched before it is recorded."""
+        """Number of launches of equal work before it is recorded."""
         self.tokens: Tensor | None = None
         self._forget_outdated()
 
     def _forget_outdated(self) -> None:
-        """Begin anew where canvases have moved: graphs read and write them where they
-        were when recorded.
+        """Drop all graphs if canvases have moved, because graphs read and write them at
+        the recorded addresses.
         """
         if self.store.tokens is self.tokens:
             return
@@ -186,9 +187,10 @@ class StepGraphs:
         )
 
     def problem(self, max_error: float) -> str | None:
-        """Difference between a graph and the same work launched, on made-up numbers;
-        None if there is none. It writes to the first page of the pool and to the
-        canvases. ``max_error`` is that of hidden states, over the largest of them.
+        """Describe a difference between a graph and the same work launched, on made-up
+        numbers; None if both agree. Writes to the first page of the pool and to the
+        canvases. ``max_error``: largest error of hidden states, relative to the largest
+        of them.
         """
         if self.rank.pages is not None:
             self.rank.pages.memory[1].normal_()
@@ -218,8 +220,9 @@ class StepGraphs:
     def forward(
         self, batch: StepBatch, layer_pass: LayerPass
     ) -> tuple[Tensor, Results] | None:
-        """Hidden states ``[num_rows, hidden_size]``, to be read before the next step,
-        and the results of the pass; None: launch it.
+        """Run a pass from a graph. Returns the hidden states ``[num_rows,
+        hidden_size]``, which the next step overwrites, and the results of the pass;
+        None: launch the pass.
         """
         self._forget_outdated()
         if isinstance(layer_pass, PagedPass | DensePass):
@@ -246,8 +249,8 @@ class StepGraphs:
         work: FillWork,
         numbers: RequestNumbers,
     ) -> tuple[Filled, TokenStatistics] | None:
-        """``fill`` of a group, whose rows are among those of ``hidden``; None: launch
-        it. The statistics last until the next replay."""
+        """Run ``fill`` of a group from a graph; None: launch it. ``hidden`` has all
+        rows of the batch. The next replay overwrites the statistics."""
         specs = [group.batch.canvases[index].spec for index in group.members]
         num_candidates = group.positions.numel()
         delayed = sum(spec.layout.gen_length for spec in specs if spec.ends.delay_eos)

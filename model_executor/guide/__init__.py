@@ -1,3 +1,1 @@
-"""Guided Diffusion: an autoregressive guide that checks what the diffusion model
-drafts.
-"""
+"""Guided Diffusion: an autoregressive guide checks the drafts of the diffusion model."""

@@ -1,9 +1,9 @@
 """The autoregressive guide of Guided Diffusion (arXiv 2505.21467): checks a whole draft
 in one causal forward pass.
 
-It runs through the diffusion models' own layers, and its keys and values live in pages
-of the same pool. A page has as many bytes as one of the diffusion model's and holds as
-many of the guide's tokens as fit.
+It uses the same layers as diffusion models, and its keys and values are in pages of the
+same pool. Pages have a fixed size in bytes, and hold as many of the guide's tokens as
+fit.
 """
 
 import copy
@@ -50,15 +50,17 @@ logger = init_logger(f"vllm.{__name__}")
 @dataclass
 class Draft:
     """Proposal of the diffusion model for the leftmost masked positions of a block, and
-    what the guide says of it.
+    the guide's judgement.
     """
 
     index: int
-    """Number of the request in the batch."""
+    """Index of the request in the batch."""
     request_id: str
     canvas: Canvas
     positions: list[int]
-    """Ascending; no masked position lies left of or between them."""
+    """Canvas positions, ascending. All other masked positions of the block lie behind
+    them.
+    """
     tokens: list[int]
     probabilities: list[float]
     """Probabilities of ``tokens``, by the diffusion model."""
@@ -66,22 +68,22 @@ class Draft:
     judged: list[int] = field(init=False)
     """Guide tokens to judge, ascending."""
     answers: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Rank of each judged token, and the guide's own token there; a rank of −1 if the
-    guide's logits are not finite.
+    """Rank of each judged token, and the guide's own token in its place. The rank is −1
+    if the guide's logits are not finite.
     """
     ranks: list[int] = field(default_factory=list)
-    """Tokens that the guide prefers to each drafted one (among equals, those with lower
-    ids). If the guide reads the drafted token as several tokens, the largest of their
-    numbers."""
+    """Number of tokens that the guide prefers to each drafted token (of equally
+    probable tokens, the one with the lower id is preferred). If the guide reads the
+    drafted token as several tokens, the largest rank of these."""
     guided: list[int] = field(default_factory=list)
-    """The guide's own tokens, in the diffusion model's tokens."""
+    """The guide's own choices, as tokens of the diffusion model."""
 
 
 class Guide:
-    """The autoregressive model that checks drafts."""
+    """Autoregressive model that checks drafts."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
-        """Load the engine's ``guide_model``."""
+        """Load the ``guide_model`` of the engine."""
         options = EngineOptions.from_vllm_config(vllm_config)
         model_config = vllm_config.model_config
         assert options.guide_model is not None
@@ -102,7 +104,7 @@ class Guide:
                 vllm_config=vllm_config, hf_config=hf_config, max_positions=longest
             )
             record_metadata_for_reloading(model)
-        # vLLM's loader asks the model's config where the weights are.
+        # vLLM's loader takes the folder of the weights from the config.
         self.vllm_config = copy.copy(vllm_config)
         self.vllm_config.model_config = source = copy.copy(model_config)
         source.model = options.guide_model
@@ -119,10 +121,10 @@ class Guide:
         self.pages: PageView | None = None
 
     def check(self, drafts: list[Draft]) -> Failures:
-        """Judge drafts, each in its canvas with the drafted tokens in place; one causal
-        forward pass for all. Tokens that the guide cannot read, or that its pages have
-        no room for, it ranks behind all others. Returns the failures of requests whose
-        draft cannot be judged."""
+        """Judge drafts in one causal forward pass. The guide reads each canvas with the
+        drafted tokens filled in. Tokens that it cannot read, or that do not fit its
+        pages, get the last rank. Returns the failures of requests whose drafts cannot
+        be judged."""
         failures = _failures_of(drafts, self._read)
         read = [draft for draft in drafts if draft.request_id not in failures]
         asking = [draft for draft in read if draft.judged]
@@ -131,8 +133,8 @@ class Guide:
         return failures | _failures_of(read, self._take_answers)
 
     def profile_run(self, num_rows: int) -> None:
-        """Judge as many of ``num_rows`` tokens as are judged at once, for vLLM to
-        measure the memory.
+        """Run the largest pass for ``num_rows`` tokens, so that vLLM can measure the
+        memory.
         """
         chunk = self._chunks(num_rows)[0]
         drafted = torch.zeros(num_rows, dtype=torch.int64, device=self.device)[chunk]
@@ -157,7 +159,7 @@ class Guide:
         text[draft.positions] = draft.tokens
         draft.reading = self.reader.read(text.tolist(), draft.positions)
         room = self.shape.num_tokens(draft.canvas.spec.layout.canvas_length - 1)
-        # Token t is judged by row t - 1, so that t of them are kept in pages.
+        # Row t - 1 judges token t, so pages keep t tokens.
         judged = sorted(
             {t for span in draft.reading.spelling for t in range(*span) if t > 0}
         )
@@ -171,8 +173,8 @@ class Guide:
         draft.judged = [t for t in judged if t <= room]
 
     def _ask(self, drafts: list[Draft]) -> None:
-        """Feed what the pages do not hold yet, and at least the row before the first
-        token to be judged.
+        """Select the tokens to feed: those that are not in pages yet, and at least the
+        one before the first token to be judged.
         """
         assert self.pages is not None
         device = self.pages.keys.device
@@ -202,7 +204,7 @@ class Guide:
         )
         batch.limits = (
             batch.positions + 1
-        ).int()  # causal: token t of a table is the guide's token t
+        ).int()  # causal attention: token t of a table is the guide's token t
         tables = TokenTables(
             batch, self.pages, PageKind.GUIDE, [span.stop for span in spans]
         )
@@ -229,8 +231,8 @@ class Guide:
             draft.answers = {t: next(answers) for t in draft.judged}
 
     def _take_answers(self, draft: Draft) -> RequestFailure | None:
-        """Set ranks and the guide's own tokens of each drafted one, from those of the
-        guide's tokens that spell it.
+        """Set the rank of each drafted token and the guide's token in its place, from
+        the results for the guide's tokens that spell the drafted one.
         """
         if any(rank < 0 for rank, _ in draft.answers.values()):
             return RequestFailure(
@@ -252,7 +254,7 @@ class Guide:
         return None
 
     def _judge(self, hidden: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor]:
-        """Ranks of the drafted tokens and the guide's own, ``[num_rows]`` each."""
+        """Ranks of the judged tokens, and the guide's own tokens, ``[num_rows]`` each."""
         logits = gather_shards(
             self.model.compute_logits(hidden).logits, get_tp_group()
         ).float()
@@ -263,7 +265,7 @@ class Guide:
         scores = logits.gather(1, drafted.clamp(max=num_tokens - 1)[:, None])
         ids = torch.arange(num_tokens, device=logits.device)
         ahead = (logits > scores) | ((logits == scores) & (ids < drafted[:, None]))
-        # A token that the guide does not have comes after all that it has.
+        # A token outside the guide's vocabulary ranks behind all others.
         ranks = ahead.sum(dim=1).masked_fill(drafted >= num_tokens, num_tokens)
         return ranks.masked_fill(~(best < torch.inf), -1), tokens
 
@@ -272,7 +274,7 @@ def _failures_of(
     drafts: list[Draft], do: Callable[[Draft], RequestFailure | None]
 ) -> Failures:
     """Call ``do`` for each draft, and collect the failures that it returns or raises,
-    by request.
+    by request id.
     """
     failures: Failures = {}
     for draft in drafts:

@@ -1,8 +1,8 @@
 """Config and vocabulary of a guide model, read before it is loaded.
 
-Guides are Qwen2 and Llama models, in the diffusion models' own layers: Qwen2's block,
-or the same without biases, under transformers' names of tensors. ``Guide`` makes
-attention causal.
+Guides are Qwen2 and Llama models. They use the layers of diffusion models: Qwen2's
+block, or for Llama the same block without biases, under transformers' names of tensors.
+``Guide`` makes attention causal.
 """
 
 from collections.abc import Mapping
@@ -48,13 +48,13 @@ _GUIDES: dict[object, type[Config]] = {
     family.model_type: config_class_for(family, keys_of(family))
     for family in (_QWEN2, _LLAMA)
 }
-"""By ``model_type``: the configs of models that can guide."""
+"""Configs of models that can guide, by ``model_type``."""
 
 
 @lru_cache
 def guide_config(guide: str) -> Config:
-    """A guide's config; raises ``ValueError`` where it cannot be loaded, or names a
-    model that cannot guide.
+    """Config of a guide. Raises ``ValueError`` if it cannot be loaded, or is of a model
+    that cannot guide.
     """
     check_files(guide)
     try:
@@ -87,10 +87,9 @@ def guide_config(guide: str) -> Config:
 def guide_shape(
     guide: str, vocabulary: Mapping[str, int] | None, tokens_per_token: float
 ) -> GuideShape:
-    """Sizes of a guide of a model with this vocabulary. The model's ids are passed on
-    as they are if they mean the same to the guide, which knows most of them, or if
-    nothing is known of them (None); else the guide takes ``tokens_per_token`` of its
-    own for each."""
+    """Sizes of a guide for a model with this vocabulary. The guide reads the model's
+    token ids if most of them mean the same to both, or if the vocabulary is unknown
+    (None). Else it reads ``tokens_per_token`` of its own tokens for each."""
     config = guide_config(guide)
     same_tokens = True
     if vocabulary is not None:

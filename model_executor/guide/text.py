@@ -1,9 +1,9 @@
-"""Text between a canvas and a guide: the guide's input, and its answer in the diffusion
-model's tokens.
+"""Translation between a canvas and a guide: the guide's input, and its answer in the
+diffusion model's tokens.
 
 A guide with the same tokenizer reads the canvas's tokens as they are. A guide with
-another tokenizer reads the same text in its own tokens. Both tokenizers must spell
-bytes, so that it is known which tokens share a character.
+another tokenizer reads the same text in its own tokens. Both tokenizers must be
+byte-level, so that it is known which tokens share a character.
 """
 
 import functools
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _BYTE_OF_LETTER = {letter: byte for byte, letter in bytes_to_unicode().items()}
 _UNREADABLE = b"\xff"
-"""The text of an id that is no token: never valid UTF-8, so it is shown as the
+"""Bytes of an id that is not a token. They are invalid UTF-8, so they are shown as the
 replacement character.
 """
 _REPLACEMENT_SIZE = len("\ufffd".encode())
@@ -35,17 +35,17 @@ _PROBE = "A naïve probe: 3.14 €,  你好 – if (x != y) {\n\treturn; }\n"
 
 @dataclass(frozen=True)
 class Reading:
-    """A canvas up to its last drafted token, as a guide reads it."""
+    """The guide's input: a canvas up to its last drafted token."""
 
     tokens: list[int]
-    """In the guide's tokens."""
+    """Tokens of the guide."""
     spelling: list[Span]
-    """Per drafted token, those of ``tokens`` that share a character with it; empty if
-    it has none.
+    """Per drafted token, the span of ``tokens`` that share a character with it; empty
+    if there are none.
     """
     lead: list[int | None]
-    """Per drafted token, how many bytes of the first of them belong to text before it;
-    None where that cannot be said, inside a character that was unreadable."""
+    """Per drafted token, the number of bytes of its first guide token that belong to
+    text before it; None if this is unknown, inside an unreadable character."""
 
 
 class SameTokens:
@@ -53,12 +53,12 @@ class SameTokens:
 
     def __init__(self, mask_token_id: int) -> None:
         self.never_said: tuple[int, ...] = (mask_token_id,)
-        """Tokens of the guide that it must not answer with: the mask could not be told
-        from a position that is open.
+        """Tokens that the guide must not answer with: the mask would mean an open
+        position.
         """
 
     def read(self, tokens: list[int], drafted: list[int]) -> Reading:
-        """Read a canvas as the guide does. ``tokens``: of the canvas, without masks;
+        """Make the guide's input. ``tokens``: tokens of the canvas without masks;
         ``drafted``: indices of the tokens to be judged.
         """
         return Reading(tokens, [Span(i, i + 1) for i in drafted], [0] * len(drafted))
@@ -66,9 +66,9 @@ class SameTokens:
     def answer(
         self, reading: Reading, index: int, draft: int, guided: Sequence[int]
     ) -> int:
-        """The token of the diffusion model that says what the guide says in place of
-        ``draft``, the drafted token ``index``. ``guided``: the guide's own tokens where
-        it reads those of ``reading.spelling[index]``."""
+        """Translate the guide's answer into the token of the diffusion model that
+        replaces ``draft``, the drafted token with this ``index``. ``guided``: the
+        guide's own tokens in place of ``reading.spelling[index]``."""
         return guided[0]
 
 
@@ -76,8 +76,8 @@ class ByteVocabulary:
     """The bytes of each token of a byte-level tokenizer."""
 
     def __init__(self, tokenizer: Any, name: str) -> None:
-        """``name`` of the model, for the ``ValueError`` about a tokenizer that does not
-        spell bytes.
+        """``name``: name of the model, for the ``ValueError`` about a tokenizer that is
+        not byte-level.
         """
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
@@ -89,8 +89,8 @@ class ByteVocabulary:
             number: added.content
             for number, added in backend.get_added_tokens_decoder().items()
         }
-        """Content of the tokens that are looked for before anything is split; among
-        them the special ones.
+        """Content of the added tokens, which tokenizers match before they split text.
+        Special tokens are among them.
         """
         self.special = {
             n
@@ -117,8 +117,8 @@ class ByteVocabulary:
 
 
 class ShownText:
-    """Bytes as text, with the replacement character for what is not valid UTF-8, and
-    where each byte went.
+    """Bytes as text, with the replacement character for invalid UTF-8, and the place of
+    each byte in the text.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -127,9 +127,9 @@ class ShownText:
             0,
             *accumulate(len(character.encode()) for character in self.text),
         ]
-        """Place of the first byte of each."""
+        """Place of the first byte of each character."""
         self._places: list[int] = []
-        """Places of the bytes; those of an invalid sequence share one."""
+        """Places of the bytes. The bytes of an invalid sequence share one place."""
         place = 0
         while len(self._places) < len(data):
             rest = data[len(self._places) :]
@@ -144,20 +144,20 @@ class ShownText:
             place += valid + _REPLACEMENT_SIZE * bool(invalid)
 
     def character(self, byte: int) -> Span:
-        """The shown bytes of the character that a byte is in."""
+        """Span of the character that contains a byte, in bytes of the shown text."""
         number = bisect_right(self._characters, self._places[byte])
         return Span(*self._characters[number - 1 : number + 1])
 
     def place(self, byte: int) -> int | None:
-        """Place of a byte in the shown text; None if it shares its replacement with the
-        byte before it.
+        """Place of a byte in the shown text; None if it shares a replacement character
+        with the byte before it.
         """
         place = self._places[byte]
         return None if byte and self._places[byte - 1] == place else place
 
 
 class Retokenizer:
-    """Translation for a guide with another tokenizer: text between the two."""
+    """Translation for a guide with another tokenizer, by way of text."""
 
     never_said: tuple[int, ...] = ()
 
@@ -170,19 +170,19 @@ class Retokenizer:
         end_tokens: Sequence[int],
         mask: int,
     ) -> None:
-        """Tokenizers of the diffusion model and of the guide; raises ``ValueError``
-        where they do not spell bytes.
+        """Take the tokenizers of the diffusion model and of the guide. Raises
+        ``ValueError`` if they are not byte-level.
 
-        Special tokens go by their content; where the guide has none of that content,
-        those that end a response (``end_tokens``; the first is the one that the guide's
-        end stands for) go to its end token, that which begins a text to its own or to
-        nothing, and all others are shown as the text they are written with, apart from
-        what is beside them.
+        Special tokens are matched by their content. For a special token that the guide
+        does not have: an end token (of ``end_tokens``, of which the first stands for
+        the guide's end token in the other direction) becomes the guide's end token; the
+        BOS token becomes the guide's, or nothing; any other token becomes its content
+        as text, separate from the text beside it.
         """
         self.own = ByteVocabulary(own, own_name)
         self.theirs = ByteVocabulary(theirs, their_name)
         self.encoder = Tokenizer.from_str(theirs.backend_tokenizer.to_str())
-        # What it would change is no longer the text of the canvas.
+        # Normalized text would no longer be the text of the canvas.
         self.encoder.normalizer = None
         self.encoder.encode_special_tokens = True
         if (
@@ -198,9 +198,11 @@ class Retokenizer:
             self.theirs.added[number]: number for number in self.theirs.special
         }
         self.counterpart: dict[int, int | None] = {}
-        """Guide's token of a special token of the model; None: it is shown nothing."""
+        """The guide's token for each special token of the model; None: it reads
+        nothing.
+        """
         self.special_answer: dict[int, int] = {}
-        """The other way round."""
+        """The model's token for each special token of the guide."""
         if end_tokens and theirs.eos_token_id is not None:
             self.special_answer[theirs.eos_token_id] = end_tokens[0]
         self.special = {*self.own.special, *end_tokens}
@@ -221,15 +223,15 @@ class Retokenizer:
             spelled: number for number, spelled in sorted(plain.items(), reverse=True)
         }
         self.longest = max(map(len, self.number_of))
-        # Between the special tokens of a chat, all text but the response's stays the
-        # same from step to step.
+        # Cached: between the special tokens of a chat, only the text of the response
+        # changes from step to step.
         self._tokens_of_old_text = functools.lru_cache(maxsize=1024)(
             self._tokens_of_text
         )
 
     @classmethod
     def between(cls, model_config: "ModelConfig", guide: str) -> "Retokenizer":
-        """Load both tokenizers; ``guide``: folder or Hugging Face name."""
+        """Load both tokenizers. ``guide``: folder or Hugging Face name."""
         return cls(
             cached_tokenizer_from_config(model_config),
             model_config.model,
@@ -244,7 +246,7 @@ class Retokenizer:
             drafted, (Span(0, 0), None)
         )
         guided: list[int] = []
-        # Each special token is a run of its own.
+        # Split into runs: each special token is a run.
         for _, run in groupby(
             range(len(tokens)), lambda i: i if tokens[i] in self.special else -1
         ):
@@ -262,9 +264,9 @@ class Retokenizer:
     def answer(
         self, reading: Reading, index: int, draft: int, guided: Sequence[int]
     ) -> int:
-        """The longest token that begins the guide's text, which is the drafted one as
-        far as it agrees with it. The drafted token itself where the guide agrees with
-        all of it or says nothing that begins where it does."""
+        """The longest token that begins the guide's text. If the guide agrees with the
+        drafted token, or none of its text begins at the same place, this is the drafted
+        token."""
         first, stop = reading.spelling[index]
         read = reading.tokens[first:stop]
         agreed = next(
@@ -296,8 +298,8 @@ class Retokenizer:
         guided: list[int],
         wanted: dict[int, tuple[Span, int | None]],
     ) -> None:
-        """Append to ``guided`` what the guide reads of a run of tokens that are text,
-        and note the wanted ones.
+        """Append the guide's tokens for a run of text tokens to ``guided``, and note
+        the spelling of the wanted tokens.
         """
         spelled = [self.own.spelled.get(tokens[i], _UNREADABLE) for i in indices]
         if wanted.keys().isdisjoint(indices):
@@ -322,7 +324,7 @@ class Retokenizer:
         guided += read
 
     def _tokens_of_text(self, text: str) -> list[int]:
-        """Tokens of a text by the guide's tokenizer."""
+        """The guide's tokens of a text."""
         return self.encoder.encode(text, add_special_tokens=False).ids
 
 

@@ -1,5 +1,5 @@
-"""Files of a model's folder that vLLM reads, checked before a model is made of them.
-All others are not looked at.
+"""Checks of the files in a model's folder that vLLM reads, before the model is loaded.
+Other files are ignored.
 """
 
 import json
@@ -47,9 +47,9 @@ _OBJECTS = (
 )
 """Files that hold one JSON object each."""
 _TEXTS = ("tokenizer.model", "merges.txt", "vocab.txt", "chat_template.jinja")
-"""The other files of config and tokenizer."""
+"""Other files of configs and tokenizers."""
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
-"""JSON of half a character."""
+"""JSON escape of a surrogate, which is half a character."""
 
 
 def _token_ids(value: object) -> object:
@@ -63,7 +63,7 @@ TokenIds = Annotated[int | list[int] | None, BeforeValidator(_token_ids)]
 
 
 class _GenerationDefaults(BaseModel):
-    """Values of ``generation_config.json`` that become defaults of requests."""
+    """Keys of ``generation_config.json`` that become defaults of requests."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -79,17 +79,17 @@ class _GenerationDefaults(BaseModel):
 
 
 class StoredTensor(NamedTuple):
-    """Facts of a tensor in a file's header."""
+    """Facts about a tensor from a file's header."""
 
     path: Path
     dtype: str
     size: int
-    """Numbers in it."""
+    """Number of elements."""
 
 
 def check_files(model: str) -> None:
-    """Raise ``ValueError`` naming a file of the folder ``model`` that vLLM reads and
-    that is damaged, or a pointer to the one to download."""
+    """Raise ``ValueError`` naming a file in the folder ``model`` that is damaged, or is
+    only a Git LFS pointer. Only files that vLLM reads are checked."""
     folder = Path(model)
     if not folder.is_dir():
         return
@@ -104,8 +104,8 @@ def check_files(model: str) -> None:
 
 
 def check_generation_config(folder: Path) -> None:
-    """Raise ``ValueError`` naming a value of ``generation_config.json`` that can be no
-    default of requests.
+    """Raise ``ValueError`` naming a value of ``generation_config.json`` that cannot be
+    a default of requests.
     """
     path = folder / _GENERATION
     check_content(path)
@@ -121,14 +121,15 @@ def check_generation_config(folder: Path) -> None:
 
 def _check_readable(path: Path, stated: dict[str, Any]) -> None:
     """Raise ``ValueError`` naming a key of ``generation_config.json`` that transformers
-    cannot read, which vLLM has read it; the engine uses few of them.
+    cannot read. vLLM lets transformers read the whole file, although the engine uses
+    few of the keys.
     """
-    from transformers import GenerationConfig  # takes seconds
+    from transformers import GenerationConfig  # imported here, because it takes seconds
 
     def error_about(values: dict[str, Any]) -> Exception | None:
         try:
             GenerationConfig.from_dict(dict(values))
-        except Exception as error:  # its checks raise what they meet
+        except Exception as error:  # its checks may raise any error
             return error
         return None
 
@@ -144,8 +145,8 @@ def _check_readable(path: Path, stated: dict[str, Any]) -> None:
 
 
 def mask_token_id(model: str, usual: str | None) -> int | None:
-    """The id of the mask in the tokenizer of the folder ``model``: of its
-    ``mask_token``, else of the added token ``usual``; None where no file names one.
+    """Id of the mask in the tokenizer of the folder ``model``: the id of its
+    ``mask_token``, else of the added token ``usual``; None if no file names one.
     """
     path = Path(model) / "tokenizer_config.json"
     stated = read_object(path) if path.is_file() else {}
@@ -168,12 +169,14 @@ def mask_token_id(model: str, usual: str | None) -> int | None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; raises ``ValueError`` naming a file that holds none."""
+    """The JSON object in a file. Raises ``ValueError`` naming the file if it holds
+    none.
+    """
     _check_regular(path)
     try:
         text = path.read_text(encoding="utf-8")
         values = json.loads(text)
-        if _HALF.search(text):  # two that belong together can be encoded
+        if _HALF.search(text):  # two halves that belong together can be encoded
             json.dumps(values, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError(f"{path} cannot be read: it is nested too deeply") from None
@@ -188,9 +191,8 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def check_safetensors(model: str) -> dict[str, StoredTensor]:
-    """The tensors in the model folder ``model``, by name; none for a name that vLLM has
-    to download. Raises ``ValueError`` naming a folder without weights, or a damaged
-    file."""
+    """The tensors in the folder ``model``, by name; empty if vLLM has to download the
+    model. Raises ``ValueError`` naming a folder without weights, or a damaged file."""
     folder = Path(model)
     if not folder.is_dir():
         return {}
@@ -230,7 +232,7 @@ def _tensors_in(path: Path) -> Iterator[tuple[str, StoredTensor]]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files that vLLM loads: those that the index names, without an index those
+    """The files that vLLM loads: the files in the index, or without an index all files
     that are not hidden.
     """
     files = sorted(
@@ -260,8 +262,8 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def check_content(path: Path) -> None:
-    """Raise ``ValueError`` if a file, where there is one, is a Git LFS pointer or
-    cannot be opened at once.
+    """Raise ``ValueError`` if a file exists and is a Git LFS pointer, or cannot be
+    opened without waiting.
     """
     _check_regular(path)
     if (
@@ -276,8 +278,8 @@ def check_content(path: Path) -> None:
 
 
 def _check_regular(path: Path) -> None:
-    """Refuse a file that is not a regular one: opening a pipe would wait for its
-    writer.
+    """Raise ``ValueError`` for a file that is not regular: opening a pipe would wait
+    for its writer.
     """
     if os.path.lexists(path) and not path.is_file():
         raise ValueError(f"{path} is no regular file, nor a link to one")

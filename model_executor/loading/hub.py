@@ -15,17 +15,17 @@ _CONFIG = "config.json"
 
 
 def downloaded_config(model: str, revision: str | None, token: str | None) -> Path:
-    """The file in the Hub's cache, downloaded if it is not there; raises ``ValueError``
-    at once where it cannot be.
+    """The config.json in the Hub's cache, downloaded if it is not there. Raises
+    ``ValueError`` at once if it cannot be downloaded.
     """
     try:
         cached = try_to_load_from_cache(model, _CONFIG, revision=revision)
         if not isinstance(cached, str):
-            # Asks once. A download of what is not in the cache asks for a minute.
+            # This asks the Hub once. A download would retry for a minute.
             url = hf_hub_url(model, _CONFIG, revision=revision)
             get_hf_file_metadata(url, token=token)
         return Path(hf_hub_download(model, _CONFIG, revision=revision, token=token))
-    except Exception as error:  # huggingface_hub's, or of the HTTP client that it has
+    except Exception as error:  # an error of huggingface_hub, or of its HTTP client
         raise ValueError(
             f"config.json of model {model!r} cannot be read: {one_line(error)}; check "
             f"name and connection, or name the folder of a checkpoint"

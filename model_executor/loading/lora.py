@@ -1,10 +1,10 @@
-"""A LoRA adapter that becomes part of a checkpoint's weights while they are loaded: W +
-scale · B A.
+"""LoRA adapters, merged into a checkpoint's weights while these are loaded: W + scale ·
+B A.
 
-The folder is as PEFT saves it (``adapter_config.json``, ``adapter_model.safetensors``),
-with the module names of the released checkpoints. vLLM's own LoRA layers add an adapter
-per row of a batch, by a table made for the rows of the whole step; layer passes change
-the rows between layers, so one adapter serves all requests of an engine here.
+PEFT saves the folder (``adapter_config.json``, ``adapter_model.safetensors``), with the
+module names of the released checkpoints. vLLM's LoRA layers add an adapter per row, by
+a table for the rows of the whole step. Layer passes change the rows between layers, so
+here one adapter serves all requests of an engine.
 """
 
 import math
@@ -65,15 +65,15 @@ class _AdapterConfig(BaseModel):
     init_lora_weights: Literal[True, False, "gaussian", "orthogonal", "eva"] | None = (
         None
     )
-    """Those with which the checkpoint's own weights stay as they are."""
+    """Values with which the weights of the checkpoint itself stay as they are."""
 
 
 class LoraAdapter:
-    """The adapter in a folder. Its tensors are read when they are needed."""
+    """Adapter in a folder. Its tensors are read when they are needed."""
 
     def __init__(self, folder: str, option: str = "lora_path") -> None:
-        """``option``: by which the folder was named. Raises ``ValueError`` naming the
-        file, and the key or tensor, that is missing, damaged or not supported.
+        """``option``: the option that names the folder. Raises ``ValueError`` naming
+        the file, and the key or tensor that is missing, damaged or not supported.
         """
         self.folder = Path(folder)
         if not self.folder.is_dir():
@@ -85,11 +85,13 @@ class LoraAdapter:
             check_content(self.folder / name)
         self.ranks: dict[str, int] = {}
         self.scales = self._read_scales(_read_config(self.folder / ADAPTER_CONFIG))
-        """Both by the name of the weight's tensor in the checkpoint."""
+        """Scale and parts of each update, by the name of the weight's tensor in the
+        checkpoint.
+        """
 
     def check(self, names: Collection[str]) -> None:
-        """Raise ``ValueError`` naming a weight that the adapter changes and that is not
-        among a model's ``names``.
+        """Raise ``ValueError`` naming a weight that the adapter changes but the model's
+        ``names`` do not contain.
         """
         for name in self.scales:
             if name not in names:
@@ -101,9 +103,9 @@ class LoraAdapter:
     def merged(
         self, weights: Iterable[tuple[str, Tensor]], *, whole: bool
     ) -> Iterator[tuple[str, Tensor]]:
-        """A checkpoint's tensors with what the adapter adds. The sum is rounded once,
-        to the tensor's type. ``whole``: ``weights`` are all of the model's, so that
-        each update must find its own."""
+        """A checkpoint's tensors with the adapter added. The sum is rounded once, to
+        the tensor's type. ``whole``: ``weights`` are all weights of the model, so that
+        each update must have its weight among them."""
         names = set()
         with safe_open(self.folder / WEIGHTS, framework="pt") as file:
             for name, tensor in weights:
@@ -130,9 +132,7 @@ class LoraAdapter:
             self.check(names)
 
     def updates(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """The name of each weight's tensor, and A and scale · B of its update, in
-        float32.
-        """
+        """Name of each changed weight, and A and scale · B of its update, in float32."""
         with safe_open(self.folder / WEIGHTS, framework="pt") as file:
             for name, scale in self.scales.items():
                 a, b = _parts(file, name)
@@ -195,8 +195,8 @@ def _parts(file: safe_open, name: str) -> tuple[Tensor, Tensor]:
 
 
 class DraftAdapter(LoraAdapter):
-    """The adapter in a checkpoint's own folder that drafts of self-speculation are
-    computed with: updates of the projection behind attention, in every layer.
+    """Adapter for the drafts of self-speculation, in a folder of the checkpoint. It
+    updates the output projection of attention in every layer.
     """
 
     def __init__(self, vllm_config: VllmConfig, folder: str) -> None:
@@ -219,7 +219,7 @@ class DraftAdapter(LoraAdapter):
             f"{names.layers}.{number}.{released}.weight": number
             for number in range(config.num_hidden_layers)
         }
-        """Number of the layer of each weight."""
+        """Layer number of each weight."""
         self.prefix = names.layers
         for name in self.layers.keys() ^ self.scales.keys():
             raise ValueError(
@@ -234,8 +234,8 @@ class DraftAdapter(LoraAdapter):
         )
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters of ``LowRankUpdate`` in each layer, under names as the
-        checkpoint's.
+        """Parameters of ``LowRankUpdate`` in each layer, under names like those of the
+        checkpoint.
         """
         for name, a, b in self.updates():
             module = f"{self.prefix}.{self.layers[name]}.draft_update"
@@ -244,7 +244,7 @@ class DraftAdapter(LoraAdapter):
 
 
 class _Scales:
-    """PEFT's factors of updates, as a config states them."""
+    """PEFT's factors of updates, from a config."""
 
     def __init__(self, path: Path, config: _AdapterConfig) -> None:
         self.path = path
@@ -253,7 +253,7 @@ class _Scales:
         self.alphas = ModulePatterns(path, "alpha_pattern", config.alpha_pattern)
 
     def scale(self, module: str, rank: int) -> float:
-        """The factor of the update of a module, whose tensors have this rank."""
+        """Factor of a module's update, whose tensors have this rank."""
         stated = self.ranks.value_for(module, self.config.r)
         if rank != stated:
             raise ValueError(
@@ -272,8 +272,8 @@ class _Scales:
 
 
 def check_adapter(folder: str, vllm_config: VllmConfig) -> None:
-    """Raise ``ValueError`` where the LoRA adapter in ``folder`` cannot become part of
-    an engine's weights.
+    """Raise ``ValueError`` if the LoRA adapter in ``folder`` cannot be merged into an
+    engine's weights.
     """
     adapter = LoraAdapter(folder)
     where = f"lora_path={folder!r}"
@@ -296,14 +296,14 @@ def check_adapter(folder: str, vllm_config: VllmConfig) -> None:
             f"{where}: the model's head is its embedding, so {head!r} cannot change; "
             f"{MERGE}"
         )
-    # Those of a model that has to be downloaded are checked when they are loaded.
+    # Weights that have to be downloaded are checked when they are loaded.
     if names := check_safetensors(model_config.model):
         adapter.check(names)
 
 
 def _read_config(path: Path) -> _AdapterConfig:
-    """PEFT's config; raises ``ValueError`` naming a key that means more than W + scale ·
-    B A.
+    """PEFT's config. Raises ``ValueError`` naming a key that means more than W + scale
+    · B A.
     """
     stated = read_object(path)
     for name in _REFUSED:

@@ -1,7 +1,8 @@
 """Keys of ``rank_pattern`` and ``alpha_pattern``: expressions for the ends of modules'
 names, as PEFT reads them (``re.match(rf"(.*\\.)?({key})$", module)``).
 
-Python's own matcher may take years for one; an automaton takes a step per character.
+Python's matcher may take exponential time for such an expression. An automaton takes
+one step per character.
 """
 
 import re
@@ -15,12 +16,12 @@ from dllm_engine.text import shortened
 
 _PREFIX = r"(.*\.)?"
 _PLAIN = re.compile(r"[\w.\-]*")
-"""Keys that Python's own matcher reads at once: most are modules' names."""
+"""Keys that Python's matcher reads quickly. Most keys are names of modules."""
 _MOST_STATES = 2000
 _LONGEST_KEY = 1000
 _MOST_KEYS = 10_000
 _MOST_EXPRESSIONS = 100
-"""Keys that are not plain, each of which may take 0.1 s to compile."""
+"""Limit on keys that are not plain: each may take 0.1 s to compile."""
 
 
 class ModulePatterns:
@@ -29,8 +30,8 @@ class ModulePatterns:
     def __init__(
         self, path: Path, name: str, patterns: Mapping[str, Any] | None
     ) -> None:
-        """Raises ``ValueError`` naming the file and the key that is no expression, or
-        one that is too large; ``patterns``: the value of the key ``name``.
+        """``patterns``: value of the key ``name``. Raises ``ValueError`` naming the
+        file and a key that is not an expression, or is too large.
         """
         stated = patterns or {}
         expressions = [key for key in stated if not _PLAIN.fullmatch(key)]
@@ -49,7 +50,7 @@ class ModulePatterns:
             self._patterns.append((pattern, value))
 
     def value_for(self, module: str, default: Any) -> Any:
-        """The value of the first pattern that the module's name ends with."""
+        """The value of the first pattern that matches the end of the module's name."""
         for pattern, value in self._patterns:
             if pattern.matches(module):
                 return value
@@ -70,7 +71,7 @@ class _Pattern:
             raise ValueError(f"is longer than {_LONGEST_KEY} characters")
         prefix = "" if key.startswith("^") else _PREFIX
         try:
-            re.compile(key)  # by itself, not only within the parentheses below
+            re.compile(key)  # valid by itself, not only within the parentheses below
             expression = regex_expression(f"{prefix}({key})$")
             self._automaton = byte_automaton(expression, _MOST_STATES)
         except TooManyStatesError:

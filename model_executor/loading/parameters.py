@@ -1,4 +1,4 @@
-"""Parameters of a model, filled from a checkpoint's tensors."""
+"""Filling of a model's parameters from a checkpoint's tensors."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from dllm_engine.text import cut, shortened
 
 
 class TensorError(ValueError):
-    """A tensor that a model cannot take."""
+    """Error about a tensor that does not fit the model."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"checkpoint tensor {shortened(name)} {reason}")
@@ -25,7 +25,7 @@ class TensorError(ValueError):
 
 @contextmanager
 def files_named(tensors: Mapping[str, StoredTensor]) -> Iterator[None]:
-    """Add the file of a checkpoint's tensor to the error about it."""
+    """Add the file of a tensor to the error about it."""
     try:
         yield
     except TensorError as error:
@@ -42,7 +42,7 @@ class FillableModel(Protocol):
     experts: ExpertShape | None
     has_tied_head: bool
     takes_parts: bool
-    """True while some tensors are given at a time, so that none is missing."""
+    """True while tensors arrive in parts, so that no tensor counts as missing."""
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]: ...
 
@@ -54,15 +54,15 @@ def fill_parameters(
     model: FillableModel, weights: Iterable[tuple[str, Tensor]]
 ) -> set[str]:
     """Fill the parameters of a model with tensors by their names in the checkpoint: all
-    of them, unless it takes parts. Returns the names of those filled; raises
-    ``ValueError`` naming a tensor that is unknown, missing (vLLM looks for norms alone)
-    or of a wrong shape."""
+    parameters, unless the model takes parts. Returns the names of the filled
+    parameters. Raises ``ValueError`` naming a tensor that is unknown, missing (vLLM
+    checks only norms) or of a wrong shape."""
     parameters = dict(model.named_parameters())
     model_name = type(model).__name__
     in_layer = _modules_in_layer(model)
     filled: set[tuple[str, Shard]] = set()
     tied: list[Tensor] = []
-    """The embedding and the head of a model in which they are one."""
+    """Embedding and head of a model that ties them."""
     for tensor_name, tensor in weights:
         name, shard = _locate(tensor_name, model, in_layer)
         if model.has_tied_head and name in _TIED:
@@ -110,9 +110,9 @@ def fill_parameters(
                 tensor_name, f"of shape {shape} does not fit {name}: {cut(reason)}"
             ) from error
         filled.add((name, shard))
-    # The others: GPTQ's consecutive groups, the zero biases that vLLM gives experts in
-    # GPTQ's format, and a tied head, which vLLM makes a parameter of its own while it
-    # reads weights again.
+    # No tensor fills the others: GPTQ's consecutive groups, the zero biases that vLLM
+    # gives experts in GPTQ's format, and a tied head, which vLLM makes a separate
+    # parameter while it reloads weights.
     others: tuple[str, ...] = (".w13_bias", ".w2_bias")
     if model.has_tied_head:
         others = (*others, "lm_head.weight")
@@ -134,8 +134,8 @@ def fill_parameters(
 
 
 def _modules_in_layer(model: FillableModel) -> NamedModules:
-    """The checkpoint's modules in a layer, each expert's among them: parts of vLLM's
-    parameters for those of all.
+    """The checkpoint's modules in a layer, with the modules of each expert, which are
+    parts of vLLM's parameters for all experts.
     """
     if model.experts is None:
         return model.names.in_layer
@@ -153,7 +153,7 @@ def _modules_in_layer(model: FillableModel) -> NamedModules:
 def _locate(
     tensor_name: str, model: FillableModel, in_layer: NamedModules
 ) -> tuple[str, Shard]:
-    """The parameter of a model, and the shard of it, that a checkpoint's tensor fills."""
+    """The parameter, and the shard of it, that a checkpoint's tensor fills."""
     names, (module, _, kind) = model.names, tensor_name.rpartition(".")
     match = re.fullmatch(rf"{re.escape(names.layers)}\.(\d+)\.(.+)", module)
     if match is None:
@@ -164,16 +164,16 @@ def _locate(
         }
         return f"{ours.get(module, module)}.{kind}", None
     layer, inner = match.groups()
-    if kind == "expert_bias":  # of the MLP, or of its router
+    if kind == "expert_bias":  # a parameter of the MLP, or of its router
         return f"layers.{layer}.mlp.expert_bias", None
     part, shard = in_layer.get(inner, (inner, None))
-    # vLLM's parameters for all experts are called w13_weight and the like.
+    # vLLM's parameters for all experts have names such as w13_weight.
     dot = "" if part.endswith("_") else "."
     return f"layers.{layer}.{part}{dot}{kind}", shard
 
 
 def _shards_of(parameter_name: str, in_layer: NamedModules) -> Sequence[Shard]:
-    """The shards a fused parameter is filled by; ``(None,)`` for a plain one."""
+    """The shards of a fused parameter; ``(None,)`` for a plain one."""
     # layers.NUMBER.MODULE.weight, or
     # layers.NUMBER.mlp.experts.routed_experts.w13_weight
     name = parameter_name.partition(".")[2].partition(".")[2]
@@ -187,8 +187,8 @@ def _shards_of(parameter_name: str, in_layer: NamedModules) -> Sequence[Shard]:
 def _check_expert(
     tensor_name: str, tensor: Tensor, part: str, width: int, hidden_size: int
 ) -> None:
-    """Raise ``ValueError`` for a projection of a wrong shape, which vLLM's loader of
-    experts would take in part.
+    """Raise ``ValueError`` for a projection of a wrong shape. vLLM's loader of experts
+    would load a part of it.
     """
     expected = [hidden_size, width] if part == "w2" else [width, hidden_size]
     is_projection = (

@@ -14,12 +14,12 @@ _CONFIG = "tokenizer_config.json"
 
 @contextmanager
 def tokenizer_files_named(model: str) -> Iterator[None]:
-    """Turn what a load of a model's tokenizer raises into a ``ValueError`` that names
-    the damaged file.
+    """Context in which a tokenizer is loaded: any error becomes a ``ValueError`` that
+    names the damaged file.
     """
     try:
         yield
-    except Exception as error:  # transformers and tokenizers raise what they meet
+    except Exception as error:  # transformers and tokenizers may raise any error
         raise ValueError(
             f"{_damaged_file(model)} cannot be read: {cut(one_line(error))}"
         ) from None

@@ -1,5 +1,5 @@
-"""What a config says of its model beside its keys, and a config that can be read
-without transformers.
+"""Facts about a model that follow from its config, and a config class that needs no
+transformers.
 """
 
 from collections.abc import Mapping
@@ -20,9 +20,9 @@ from dllm_engine.options import OPTIONS_KEY
 from dllm_engine.text import cut, did_you_mean, shortened
 
 SHARED_TYPES = ("llama", "qwen2")
-"""Each a ``model_type`` of other models that some of our checkpoints have."""
+"""``model_type`` of other models that some of our checkpoints have too."""
 KEPT_KEYS = ("name_or_path", "_name_or_path", OPTIONS_KEY)
-"""Keys beside a schema's that a config keeps."""
+"""Keys that a config keeps beside those of its schema."""
 LEFT_OUT_KEYS = frozenset(
     """
 _from_model_config _name_or_path architectures assistant_confidence_threshold
@@ -45,11 +45,12 @@ temperature token_healing top_h top_k top_p transformers_version typical_p use_c
 use_mtp watermarking_config
 """.split()
 )
-"""Keys of any model that transformers knows; none says what a model computes."""
+"""Keys that transformers knows in any config. They do not affect what a model computes.
+"""
 
 
 def source_of(values: Mapping[str, Any]) -> str:
-    """The file of ``values``, as an error names it."""
+    """Name of the file of ``values`` in errors."""
     name = values.get("name_or_path")
     return (
         str(Path(name) / "config.json")
@@ -59,15 +60,16 @@ def source_of(values: Mapping[str, Any]) -> str:
 
 
 def model_name_of(values: Mapping[str, Any]) -> str:
-    """The model's own name; empty where there is none."""
+    """The model's own name; empty if unknown."""
     name = values.get("name_or_path")
     return own_name(name) if isinstance(name, str) and name else ""
 
 
 def schema_of(values: Mapping[str, Any]) -> type[CheckpointKeys] | None:
-    """The keys for the content of a config.json: of those of its ``model_type`` the one
-    that ``architectures`` lists, else the first; None for a model of another kind. A
-    type that is others' as well must be listed, or the model's own name must tell."""
+    """Schema for the content of a config.json: among the schemas of its ``model_type``,
+    the one that ``architectures`` lists, else the first; None for a model that is not
+    ours. If other models share the ``model_type``, the architecture must be listed, or
+    the model's own name must identify the family."""
     candidates = [
         schema
         for schema in SCHEMAS.values()
@@ -91,12 +93,12 @@ def schema_of(values: Mapping[str, Any]) -> type[CheckpointKeys] | None:
 
 
 def stated_config(model: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of config.json, from a folder or from Hugging Face, downloaded as
-    vLLM would.
+    """The content of config.json, from a folder or from Hugging Face, downloaded like
+    vLLM does.
     """
     path = Path(model) / "config.json"
     if not Path(model).is_dir():
-        # Imports the Hub's client, which takes a second.
+        # Imported here, because the Hub's client takes a second.
         from dllm_engine.model_executor.loading.hub import downloaded_config
 
         path = downloaded_config(
@@ -124,7 +126,7 @@ def schema_values(
 def own_values(
     schema: type[CheckpointKeys], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The values that the schema reads, with the id of the mask where the folder's
+    """The values that the schema reads, with the id of the mask if the folder's
     tokenizer names it."""
     own = schema_values(schema, values)
     folder = values.get("name_or_path")
@@ -135,7 +137,7 @@ def own_values(
 
 
 def unsupported_model(model: str, model_type: object, architectures: object) -> str:
-    """Message about a model of another kind."""
+    """Message about a model that is not supported."""
     listed = (
         f" of architecture {cut(', '.join(map(str, architectures)))}"
         if isinstance(architectures, list)
@@ -165,7 +167,7 @@ def unsupported_model(model: str, model_type: object, architectures: object) -> 
 
 
 class ConfigFacts:
-    """Facts that follow from the keys of ``schema``."""
+    """Mixin for configs: facts that follow from the keys of ``schema``."""
 
     schema: type[CheckpointKeys]
     kind: str | None
@@ -175,8 +177,8 @@ class ConfigFacts:
 
     @property
     def family(self) -> ModelFamily:
-        """The checkpoint's family, with the config's own block length where attention
-        goes by blocks.
+        """The checkpoint's family. With attention by blocks it has the config's block
+        length.
         """
         family = self.schema.family
         if family.kinds and self.kind is not None:
@@ -197,7 +199,9 @@ class ConfigFacts:
 
     @property
     def longest_sequence(self) -> int:
-        """Positions that the model is for; vLLM's default of ``max_model_len``."""
+        """Number of positions that the model supports; vLLM's default of
+        ``max_model_len``.
+        """
         scaled = self.rope_parameters["rope_type"] in ("linear", "dynamic")
         return int(
             self.max_position_embeddings
@@ -206,8 +210,8 @@ class ConfigFacts:
 
 
 class PlainConfig(ConfigFacts):
-    """The config of a checkpoint or a shape, for arithmetic: keys under the names that
-    ``Config`` has them under.
+    """Config of a checkpoint or a shape, for calculations. Keys have the same names as
+    in ``Config``.
     """
 
     def __init__(self, values: Mapping[str, Any], model: str) -> None:
@@ -231,7 +235,7 @@ class PlainConfig(ConfigFacts):
         self.dtype = keys.dtype or keys.torch_dtype
 
     def __getattr__(self, name: str) -> Any:
-        """transformers' name of a key that the family calls otherwise."""
+        """Read a key by transformers' name if the family has another name for it."""
         if name == "schema" or name not in (known := self.schema.family.key_names):
             raise AttributeError(name)
         return getattr(self, known[name])

@@ -1,6 +1,6 @@
-"""Keys of a ``config.json`` of each family: types, and how they fit together.
+"""Keys of the ``config.json`` of each family: their types, and rules between them.
 
-A key is read, or is listed as one that changes nothing; any other is refused.
+A key is read, or is listed as a key without effect. Any other key is refused.
 ``Literal`` keys must have that value.
 """
 
@@ -35,8 +35,7 @@ from dllm_engine.text import (
     shortened,
 )
 
-# No model comes near these bounds; they keep a damaged file from asking for all memory
-# and time.
+# No model comes near these bounds. They protect memory and time from a damaged file.
 Size = Annotated[int, Field(ge=1, le=1 << 24)]
 Layers = Annotated[int, Field(ge=1, le=1024)]
 Epsilon = Annotated[float, Field(gt=0, lt=1)]
@@ -60,15 +59,15 @@ _WITHOUT_EFFECT = (
     "output_router_logits",
     "router_aux_loss_coef",
 )
-"""Keys of any family that say nothing about what a model computes."""
+"""Keys of any family that do not affect what a model computes."""
 _LONGEST_NAME = 100
-"""Characters of the name of a quantization method."""
+"""Limit on the name of a quantization method, in characters."""
 _MOST_KEYS = 10
-"""Unknown keys that an error names."""
+"""Limit on the unknown keys that an error names."""
 
 
 def block_size_of(family: ModelFamily, model_name: str) -> int | None:
-    """The length of the blocks that a model's own name states."""
+    """Length of blocks in a model's own name."""
     if family.block_size_in_name is None:
         return None
     named = re.search(family.block_size_in_name, model_name)
@@ -76,12 +75,12 @@ def block_size_of(family: ModelFamily, model_name: str) -> int | None:
 
 
 def kind_of(family: ModelFamily, model_name: str) -> str | None:
-    """The kind of the family that a model's own name states."""
+    """Kind of the family in a model's own name."""
     return next((kind for kind in family.kinds if has_word(model_name, kind)), None)
 
 
 def rotary_dim(config: Any, head_dim: int) -> int:
-    """Numbers of each head that RoPE turns, from the first on."""
+    """Number of dimensions of each head that RoPE rotates, from the first on."""
     return int(head_dim * (getattr(config, "partial_rotary_factor", None) or 1))
 
 
@@ -102,9 +101,7 @@ class CheckpointKeys(BaseModel):
     rope_theta: RopeBase
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
-    """Replacement of the two keys above in transformers 5, which checks the values of
-    its keys.
-    """
+    """Replaces the two keys above in transformers 5, which checks its values."""
     partial_rotary_factor: RopeShare | None = None
     mask_token_id: Count | None = None
     end_of_turn_token_id: TokenIds = None
@@ -151,7 +148,7 @@ class CheckpointKeys(BaseModel):
 
     @staticmethod
     def experts_of(config: Any) -> ExpertShape | None:
-        """The experts that keys state; None: all layers have a plain MLP."""
+        """The experts by the keys; None: all layers have a plain MLP."""
         return None
 
     @model_validator(mode="after")
@@ -184,8 +181,8 @@ class CheckpointKeys(BaseModel):
 
     @model_validator(mode="after")
     def _one_rope(self) -> Self:
-        """Collect everything about RoPE in ``rope_parameters``; base and share keep
-        keys of their own too.
+        """Collect all keys about RoPE in ``rope_parameters``. Base and share also keep
+        their own keys.
         """
         own = {"rope_theta", "partial_rotary_factor"}
         defaults = self.model_dump(include=own, exclude_none=True)
@@ -213,9 +210,9 @@ class CheckpointKeys(BaseModel):
 
     @classmethod
     def read(cls, values: Mapping[str, Any], source: str, model_name: str) -> Self:
-        """Validate ``values``; raises ``ValueError`` naming ``source``, the key, its
-        value and what it may be. ``model_name``: the model's own name, which tells what
-        the file may leave out."""
+        """Validate ``values``. Raises ``ValueError`` naming ``source``, the key, its
+        value and the allowed values. ``model_name``: the model's own name, which may
+        state what the file leaves out."""
         for other in cls.family.unsupported:
             has_keys = any(values.get(key) is not None for key in other.keys)
             if has_keys or has_word(model_name, other.name):
@@ -245,7 +242,7 @@ class CheckpointKeys(BaseModel):
             )
         except ValidationError as error:
             raise ValueError(f"{source}: {explain(error, '')}") from None
-        # A key that is null asks for nothing.
+        # A key with value null counts as absent.
         if unknown := [
             name
             for name in sorted(stated.keys() - cls.model_fields.keys())
@@ -266,7 +263,7 @@ class CheckpointKeys(BaseModel):
 
 
 class OlmoKeys(CheckpointKeys):
-    """Keys by OLMo's names."""
+    """Keys under OLMo's names."""
 
     d_model: Size = 4096
     n_heads: Size = 32
@@ -286,13 +283,13 @@ class OlmoKeys(CheckpointKeys):
     def _with_sizes(self) -> Self:
         if self.mlp_hidden_size is None:
             self.mlp_hidden_size = self.mlp_ratio * self.d_model
-        # The embedding has `embedding_size` rows; the tokenizer may use fewer.
+        # The embedding has `embedding_size` rows. The tokenizer may use fewer.
         self.vocab_size = max(self.vocab_size, self.embedding_size or 0)
         return self
 
 
 class TransformersKeys(CheckpointKeys):
-    """Keys by the names that transformers gives them."""
+    """Keys under transformers' names."""
 
     hidden_size: Size
     num_hidden_layers: Layers
@@ -315,13 +312,15 @@ class TransformersKeys(CheckpointKeys):
 
 
 class DenseKeys(TransformersKeys):
-    """Keys of models in which every layer may have an MLP."""
+    """Keys of models without experts."""
 
     intermediate_size: Size
 
 
 class SoftmaxExpertKeys(TransformersKeys):
-    """Experts chosen by a softmax of the router's logits, which may have a bias."""
+    """Keys of experts that are chosen by a softmax of the router's logits, which may
+    have a bias.
+    """
 
     qk_layernorm: bool | None = None
     num_experts: Size = 64
@@ -363,13 +362,13 @@ class SoftmaxExpertKeys(TransformersKeys):
 
 
 class Qwen3ExpertKeys(DenseKeys):
-    """Experts by transformers' keys of a sparse MLP in some layers."""
+    """Keys of experts in some layers, under the names of transformers' Qwen3-MoE."""
 
     num_experts: Size = 128
     num_experts_per_tok: Size = 8
     moe_intermediate_size: Size = 768
     norm_topk_prob: bool = (
-        True  # JetEngine, the authors' engine, reads no such key and always does
+        True  # as in JetEngine, the authors' engine, which reads no such key
     )
     decoder_sparse_step: Size = 1
     mlp_only_layers: list[Count] | None = None
@@ -392,7 +391,7 @@ class Qwen3ExpertKeys(DenseKeys):
 
 
 class GroupedExpertKeys(DenseKeys):
-    """Experts in groups, and RoPE on a part of each head."""
+    """Keys of experts in groups, and of RoPE on a part of each head."""
 
     rotary_dim: Size | None = None
     use_qk_norm: bool = True
@@ -457,9 +456,7 @@ _FORMS: dict[KeysForm, type[CheckpointKeys]] = {
 
 
 def keys_of(family: ModelFamily) -> type[CheckpointKeys]:
-    """The keys of a family's configs, with what its row in the table of families says
-    of them.
-    """
+    """Schema of a family's configs, with the facts of its row in the table of families."""
     base = _FORMS[family.keys_form]
     types = get_type_hints(base, include_extras=True)
     fields: dict[str, Any] = {
@@ -480,4 +477,4 @@ def keys_of(family: ModelFamily) -> type[CheckpointKeys]:
 
 
 SCHEMAS = {architecture: keys_of(family) for architecture, family in FAMILIES.items()}
-"""By architecture."""
+"""Schemas by architecture."""

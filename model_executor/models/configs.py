@@ -1,5 +1,5 @@
-"""Configurations and tokenizers of the supported checkpoints, registered with
-transformers in place of the remote code that ``auto_map`` names."""
+"""Configs and tokenizers of the supported checkpoints. They are registered with
+transformers in place of the remote code in ``auto_map``."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -34,9 +34,9 @@ from dllm_engine.model_executor.models.rope_keys import QUERY_SCALE
 
 
 class Config(ConfigFacts, PretrainedConfig):
-    """Config of a supported checkpoint: the keys of ``schema`` under the names vLLM
-    asks for too (``hidden_size``, …). Each change (vLLM's hf_overrides) makes it anew,
-    so that the same rules hold as for the file."""
+    """Config of a supported checkpoint: the keys of ``schema``, also under the names
+    that vLLM reads (``hidden_size``, …). Each change (vLLM's hf_overrides) builds it
+    anew, so that changes obey the same rules as the file."""
 
     ignore_keys_at_rope_validation = frozenset({"partial_rotary_factor", QUERY_SCALE})
 
@@ -45,12 +45,15 @@ class Config(ConfigFacts, PretrainedConfig):
         cls.__init__ = Config.__init__  # type: ignore[method-assign] # transformers makes one of the annotations
 
     def __init__(self, /, **values: Any) -> None:
-        """Raises ``ValueError`` naming the file, the key, its value and what it may be."""
+        """Raises ``ValueError`` naming the file, the key, its value and the allowed
+        values.
+        """
         self._set_values(values, source_of(values))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """vLLM sets hf_overrides one by one and reads ``rope_type`` before it calls us,
-        so the older key ``type`` is renamed, and a missing one filled in, at once."""
+        """Set a key. vLLM sets hf_overrides one by one and reads ``rope_type`` before
+        it calls this package, so here the older key ``type`` is renamed, and a missing
+        ``rope_type`` filled in."""
         if (
             name in ("rope_scaling", "rope_parameters")
             and isinstance(value, dict)
@@ -82,7 +85,9 @@ class Config(ConfigFacts, PretrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """transformers knows configs by their ``model_type``, which families share."""
+        """Make the config of the right family. transformers finds configs by
+        ``model_type``, which families share.
+        """
         own = config_class_of(config_dict | kwargs) or cls
         return (
             super().from_dict(config_dict, **kwargs)
@@ -91,8 +96,8 @@ class Config(ConfigFacts, PretrainedConfig):
         )
 
     def check(self) -> None:
-        """Check what may have been changed unseen, and that a model can be served with
-        it; raises as ``__init__``.
+        """Check that a model can be served with this config, whose attributes may have
+        been changed directly. Raises as ``__init__``.
         """
         self.schema.read(
             schema_values(self.schema, vars(self)),
@@ -115,7 +120,7 @@ class Config(ConfigFacts, PretrainedConfig):
             )
 
     def _set_values(self, values: dict[str, Any], source: str) -> None:
-        """Take the attributes from what is stated, and from the family's defaults."""
+        """Set the attributes from the stated keys and the family's defaults."""
         if (model_type := values.get("model_type", self.model_type)) != self.model_type:
             raise ValueError(
                 f"{source}: model_type={model_type!r}, but the file is of "
@@ -148,7 +153,7 @@ class Config(ConfigFacts, PretrainedConfig):
 
 
 def config_class_for(family: ModelFamily, schema: type[CheckpointKeys]) -> type[Config]:
-    """The config class of a family, whose keys are those of ``schema``."""
+    """Config class of the family of ``schema``."""
     members: dict[str, Any] = {
         "model_type": family.model_type,
         "schema": schema,
@@ -171,8 +176,8 @@ CONFIG_CLASSES = {
 
 
 def _shared_class(others: type[PretrainedConfig]) -> type[PretrainedConfig]:
-    """Config class for a ``model_type`` that is also another model's: transformers gets
-    that model's own config, unless the checkpoint is one of ours.
+    """Config class for a ``model_type`` that another model has too. transformers gets
+    this model's config, unless the checkpoint is one of ours.
     """
 
     class SharedConfig(others):
@@ -188,12 +193,12 @@ def _shared_class(others: type[PretrainedConfig]) -> type[PretrainedConfig]:
 
 
 _SHARED_TYPES = {"llama": LlamaConfig, "qwen2": Qwen2Config}
-"""Configs of other models, by a ``model_type`` that some of our checkpoints have."""
+"""Configs of other models whose ``model_type`` some of our checkpoints have."""
 
 
 def registered_classes() -> dict[str, type[PretrainedConfig]]:
-    """A class for each ``model_type``, from which ``from_dict`` finds the others of the
-    type.
+    """One class for each ``model_type``. Its ``from_dict`` finds the other classes of
+    the type.
     """
     first = {config.model_type: config for config in reversed(CONFIG_CLASSES.values())}
     shared = {
@@ -210,17 +215,17 @@ TOKENIZER_CLASSES: dict[str, type[Qwen2Tokenizer]] = {
     for architecture, family in FAMILIES.items()
     if family.tokenizer_class is not None
 }
-"""Qwen2's tokenizer under the names in tokenizer_config.json, by the architecture."""
+"""Qwen2's tokenizer under the class names in tokenizer_config.json, by architecture."""
 globals().update(
     {
         own.__name__: own
         for own in [*CONFIG_CLASSES.values(), *TOKENIZER_CLASSES.values()]
     }
-)  # where pickle looks them up
+)  # pickle looks them up here
 
 
 def register_tokenizers() -> None:
-    """Make ``AutoTokenizer`` use the classes above. Idempotent."""
+    """Make ``AutoTokenizer`` use the tokenizer classes above. Idempotent."""
     for architecture, tokenizer_class in TOKENIZER_CLASSES.items():
         AutoTokenizer.register(
             CONFIG_CLASSES[architecture],
@@ -230,14 +235,14 @@ def register_tokenizers() -> None:
 
 
 def config_class_of(values: Mapping[str, Any]) -> type[Config] | None:
-    """The class for the content of a config.json; None for a model of another kind."""
+    """Config class for the content of a config.json; None for a model that is not ours."""
     schema = schema_of(values)
     return None if schema is None else CONFIG_CLASSES[schema.family.architecture]
 
 
 def parse_config(values: Mapping[str, Any], model: str) -> Config:
-    """The config of ``model``'s checkpoint; raises ``ValueError`` naming the file, the
-    key and what it may be.
+    """The config of ``model``'s checkpoint. Raises ``ValueError`` naming the file, the
+    key and the allowed values.
     """
     config_class = config_class_of({**values, "name_or_path": model})
     if config_class is None:

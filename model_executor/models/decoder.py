@@ -1,8 +1,7 @@
-"""The transformer every supported diffusion model is made of: pre-norm, RoPE, gated
-MLP.
+"""The transformer of all supported diffusion models: pre-norm, RoPE, gated MLP.
 
-Blocks are Llama's, Qwen2's or Qwen3's, some with experts; families differ in what their
-configs and rows of the table of families say. A layer exposes its *parts*. It has no
+Blocks are those of Llama, Qwen2 or Qwen3, some with experts. Families differ by their
+configs and their rows in the table of families. A layer exposes its *parts*. It has no
 ``forward``: the loop over the layers belongs to a layer pass
 (``model_executor/passes/base.py``), which may change the rows between and inside
 layers.
@@ -54,17 +53,17 @@ from dllm_engine.options import EngineOptions
 
 @dataclass(frozen=True)
 class RotaryPhases:
-    """Phases of RoPE of a set of rows."""
+    """RoPE phases of a set of rows."""
 
     positions: Tensor
     """Absolute positions in the canvas, int64."""
     table: Tensor
     """``rotary_table`` of the model."""
     query_scales: Tensor | None = None
-    """Factor of queries at each position, float32 ``[num_positions]``; None: 1."""
-    rows: Tensor | None = None
-    """Index of each row in ``positions``, int64 ``[num_rows]``; None: in their order.
+    """Factor of queries at each position, float32 ``[num_positions]``; None: all are 1.
     """
+    rows: Tensor | None = None
+    """Index of each row in ``positions``, int64 ``[num_rows]``; None: in order."""
 
     def __getitem__(self, rows: Tensor | slice) -> "RotaryPhases":
         if self.rows is not None:
@@ -75,7 +74,7 @@ class RotaryPhases:
 
     @property
     def row_query_scales(self) -> Tensor | None:
-        """Factor of each row's query, ``[num_rows]``."""
+        """Factor of the query of each row, ``[num_rows]``."""
         if self.query_scales is None:
             return None
         rows = self.positions if self.rows is None else self.positions[self.rows]
@@ -83,14 +82,16 @@ class RotaryPhases:
 
 
 class DecoderLayer(nn.Module):
-    """One layer, as parts. ``num_rows`` below is whatever set of rows the layer pass is
-    computing.
+    """One layer, as parts. ``num_rows`` below is the number of rows that the layer pass
+    computes.
     """
 
     def __init__(
         self, config: Any, number: int, arguments_of: ArgumentsOf, draft_rank: int = 0
     ) -> None:
-        """``draft_rank``: of the update that rows of drafts get; 0: they get none."""
+        """``draft_rank``: rank of the low-rank update for rows of drafts; 0: there is
+        none.
+        """
         super().__init__()
         hidden_size, eps, self.head_dim = (
             config.hidden_size,
@@ -106,7 +107,7 @@ class DecoderLayer(nn.Module):
         self.head_norm = (
             Norm(self.head_dim, eps=eps, has_weight=False) if has_head_norms else None
         )
-        """Norm of queries and keys at once, before the weights of either."""
+        """Norm of queries and keys together, before their weights are applied."""
         self.qkv_proj = QKVParallelLinear(
             hidden_size,
             self.head_dim,
@@ -131,8 +132,8 @@ class DecoderLayer(nn.Module):
             if experts is None or number in experts.dense_layers
             else ExpertMLP(hidden_size, experts, arguments_of)
         )
-        """The feed-forward branch's output ``[num_rows, hidden_size]``, of the rows'
-        norms.
+        """Feed-forward branch. Takes normed rows and returns its output ``[num_rows,
+        hidden_size]``.
         """
         # Heads of this tensor-parallel rank.
         self.num_heads = self.qkv_proj.num_heads
@@ -143,8 +144,8 @@ class DecoderLayer(nn.Module):
     ) -> list[Tensor]:
         """Queries ``[num_rows, num_heads, head_dim]``, keys and values ``[num_rows,
         num_kv_heads, head_dim]``; queries and keys rotated to their positions.
-        ``parts``: neighbours among them, ``"v"``, ``"k"`` or ``"qk"``, for methods that
-        need some before the rest."""
+        ``parts``: compute only ``"v"``, ``"k"`` or ``"qk"``, for methods that need some
+        of them before the rest."""
         counts = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
         first = sum(counts[part] for part in "qkv".partition(parts)[0])
         heads = self._projected(normed, first, sum(counts[part] for part in parts))
@@ -171,8 +172,8 @@ class DecoderLayer(nn.Module):
 
     def o_proj(self, attended: Tensor, drafts: Tensor | None = None) -> Tensor:
         """The attention branch's output ``[num_rows, hidden_size]`` from ``[num_rows,
-        num_heads, head_dim]``. ``drafts``: indices of the rows that get the update of
-        drafts, where there are any.
+        num_heads, head_dim]``. ``drafts``: indices of the rows that get the update for
+        drafts; None: there are none.
         """
         rows = attended.flatten(1)
         out: Tensor = self.out_proj(rows)[0]
@@ -181,9 +182,9 @@ class DecoderLayer(nn.Module):
         return out.index_add_(0, drafts, self.draft_update(rows[drafts]))
 
     def _projected(self, normed: Tensor, first: int, count: int) -> Tensor:
-        """``count`` heads of the fused projection from the head ``first`` on,
-        ``[num_rows, count, head_dim]``; all of it is computed where the weight is
-        quantized or prepacked, and cannot be sliced by rows."""
+        """``count`` heads of the fused projection from head ``first`` on, ``[num_rows,
+        count, head_dim]``. All heads are computed if the weight is quantized or
+        prepacked, because it cannot be sliced then."""
         start = first * self.head_dim
         stop = (first + count) * self.head_dim
         weight = getattr(self.qkv_proj, "weight", None)
@@ -216,15 +217,15 @@ class VocabularyShard(NamedTuple):
 
 
 class DiffusionDecoder(nn.Module):
-    """Embedding, layers, final norm and head; a subclass for each family of
-    checkpoints.
+    """Embedding, layers, final norm and head. Each family of checkpoints has a
+    subclass.
     """
 
     names: ClassVar[TensorNames] = TRANSFORMERS_NAMES
     packed_modules_mapping: ClassVar[dict[str, list[str]]]
-    """Last names of fused modules, and of the checkpoint's that fill them in their
-    order. vLLM's quantization methods read it, so that lists of modules in a
-    quantization config apply as they were written for the released names."""
+    """Last part of the names of fused modules, and of the checkpoint's modules that
+    fill them, in order. vLLM's quantization methods read it, so that lists of modules
+    in a quantization config match the released names."""
 
     def __init_subclass__(cls) -> None:
         packed: dict[str, list[str]] = {}
@@ -244,9 +245,9 @@ class DiffusionDecoder(nn.Module):
         hf_config: Any = None,
         max_positions: int | None = None,
     ) -> None:
-        """``hf_config``: of a second model beside the engine's own, which is not
-        quantized. ``max_positions``: of the longest sequence; None: the canvas of
-        ``max_model_len``."""
+        """``hf_config``: config of a second model beside that of the engine, which is
+        not quantized. ``max_positions``: length of the longest sequence; None: the
+        canvas of ``max_model_len``."""
         super().__init__()
         self.vllm_config = vllm_config
         lora_path = draft_lora = None
@@ -259,7 +260,7 @@ class DiffusionDecoder(nn.Module):
         if draft_lora is not None:
             self.draft_adapter = DraftAdapter(vllm_config, draft_lora)
         self.takes_parts = False
-        """True while ``load_weights`` is given some tensors at a time."""
+        """True while ``load_weights`` gets tensors in parts."""
         model_config = vllm_config.model_config
         self.max_positions = (
             max_positions
@@ -285,8 +286,8 @@ class DiffusionDecoder(nn.Module):
         self.lm_head = ParallelLMHead(
             *sizes, quant_config=quant_config, prefix=self.names.head
         )
-        # vLLM changes the config of a checkpoint that stores its tied head as well, and
-        # would take a different one.
+        # Tied here, because vLLM changes the config of a checkpoint that also stores
+        # its tied head, and would accept a different one.
         self.has_tied_head = self.config.tie_word_embeddings or (
             hf_config is None and model_config.word_embeddings_untied_by_checkpoint
         )
@@ -294,13 +295,13 @@ class DiffusionDecoder(nn.Module):
             self.lm_head = self.lm_head.tie_weights(self.embedding)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        """``[num_rows, hidden_size]`` of token ids ``[num_rows]``."""
+        """Embeddings ``[num_rows, hidden_size]`` of token ids ``[num_rows]``."""
         return self.embedding(input_ids)
 
     @cached_property
     def rotary_table(self) -> Tensor:
-        """Table of RoPE. It is made on first use, so that it is not among the weights
-        that ``sleep(level=2)`` discards.
+        """RoPE table. It is made on first use, so that it is not among the weights that
+        ``sleep(level=2)`` discards.
         """
         return rope_table(
             self.config, self.max_positions, self.final_norm.weight.device
@@ -308,7 +309,7 @@ class DiffusionDecoder(nn.Module):
 
     @cached_property
     def query_scales(self) -> Tensor | None:
-        """Factor of queries at each position; None where they do not grow."""
+        """Factor of queries at each position; None if all factors are 1."""
         rope = self.config.rope_parameters
         beta = rope.get(QUERY_SCALE)
         if not beta:
@@ -324,7 +325,7 @@ class DiffusionDecoder(nn.Module):
         positions: Tensor,
         layer_pass: Callable[..., tuple[Tensor, Sequence[Tensor]]],
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        """Hidden states before the final norm, and what else the pass leaves;
+        """Hidden states before the final norm, and the results of the pass.
         ``layer_pass(layers, hidden, phases)`` runs the layers over rows ``[num_rows,
         hidden_size]``.
         """
@@ -337,14 +338,15 @@ class DiffusionDecoder(nn.Module):
 
     @contextmanager
     def forward_context(self, positions: Tensor) -> Iterator[None]:
-        """Context in which vLLM's experts find themselves, and the rows' blocks where
-        those share experts; needed around every call of a layer's ``mlp``."""
+        """vLLM's forward context, in which experts are looked up, with the block of
+        each row if blocks share experts. Needed around every call of a layer's ``mlp``.
+        """
         if self.experts is None:
             yield
             return
         with set_forward_context(None, self.vllm_config):
             if self.experts.capacity:
-                # Rows are whole blocks: the first of each begins it.
+                # Rows are whole blocks: the first row of a block starts a new number.
                 begins = positions % self.config.block_size == 0
                 get_forward_context().additional_kwargs[ROW_BLOCKS] = (
                     begins.cumsum(0).clamp(min=1) - 1
@@ -352,8 +354,8 @@ class DiffusionDecoder(nn.Module):
             yield
 
     def compute_logits(self, hidden_states: Tensor) -> VocabularyShard:
-        """Final norm and head for rows ``[num_rows, hidden_size]``; no gathering across
-        ranks, no padding.
+        """Logits of rows ``[num_rows, hidden_size]``: final norm and head, without
+        gathering across ranks, and without padding.
         """
         head = self.lm_head
         logits = head.quant_method.apply(head, self.final_norm(hidden_states))
@@ -374,8 +376,8 @@ class DiffusionDecoder(nn.Module):
 def vllm_arguments(
     modules: NamedModules, layer: str, quant_config: QuantizationConfig | None
 ) -> ArgumentsOf:
-    """Arguments for our modules of a layer, by their names in the checkpoint:
-    ``self_attn.qkv_proj`` beside its ``self_attn.q_proj``."""
+    """Arguments of vLLM's classes for the modules of a layer. Names of modules follow
+    the checkpoint: ``self_attn.qkv_proj`` beside its ``self_attn.q_proj``."""
 
     def arguments_of(module: str) -> dict[str, Any]:
         released, shard = next(
@@ -388,14 +390,14 @@ def vllm_arguments(
         )
         parent, _, last = f"{layer}.{released}".rpartition(".")
         own = last if shard is None else module.rpartition(".")[2]
-        return dict(quant_config=quant_config, prefix=f"{parent}.{own}")  # noqa: C408  keyword arguments
+        return dict(quant_config=quant_config, prefix=f"{parent}.{own}")  # noqa: C408
 
     return arguments_of
 
 
 def rope_table(config: Any, num_positions: int, device: torch.device) -> Tensor:
-    """``rotary_table`` as a config states RoPE, for sequences of at most
-    ``num_positions``, which the base of ``dynamic`` depends on."""
+    """``rotary_table`` by a config's RoPE keys, for sequences of at most
+    ``num_positions``. The base of ``dynamic`` RoPE depends on this length."""
     rope = config.rope_parameters
     if rope["rope_type"] != "default":
         scaled = ROPE_INIT_FUNCTIONS[rope["rope_type"]](
@@ -415,4 +417,4 @@ MODEL_CLASSES: dict[str, type[DiffusionDecoder]] = {
     )
     for architecture, family in FAMILIES.items()
 }
-"""By the architecture that a checkpoint names."""
+"""Model classes by architecture."""

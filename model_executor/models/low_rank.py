@@ -1,4 +1,4 @@
-"""Low-rank updates of a module that some rows get and others do not."""
+"""Low-rank updates of a module for some of the rows."""
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ class LowRankUpdate(nn.Module):
     """
 
     def __init__(self, input_size: int, output_size: int, rank: int) -> None:
-        """``input_size``: of all ranks together."""
+        """``input_size``: size over all ranks."""
         super().__init__()
         columns = input_size // get_tensor_model_parallel_world_size()
         self.a = nn.Parameter(torch.empty(rank, columns), requires_grad=False)
@@ -31,8 +31,8 @@ class LowRankUpdate(nn.Module):
 
 
 def _load_columns(param: nn.Parameter, tensor: Tensor) -> None:
-    """Take the columns of this rank. vLLM, which reads weights again into other memory,
-    replaces the argument of the name ``param``."""
+    """Load the columns of this rank. When vLLM reloads weights into other memory, it
+    replaces the argument named ``param``."""
     columns = param.shape[1]
     first = get_tensor_model_parallel_rank() * columns
     if tensor.shape[1] != columns * get_tensor_model_parallel_world_size():

@@ -1,4 +1,4 @@
-"""The feed-forward branch of a layer: a gated MLP, or a mixture of such experts in
+"""The feed-forward branch of a layer: a gated MLP, or a mixture of gated experts in
 vLLM's ``FusedMoE``.
 """
 
@@ -22,9 +22,8 @@ from vllm.platforms import current_platform
 from dllm_engine.families import ExpertShape
 
 ArgumentsOf = Callable[[str], dict[str, Any]]
-"""Arguments of vLLM's class for a module of a layer, by its name here
-(``mlp.down_proj``): how it is quantized, and the name that quantization methods know it
-by."""
+"""Maps the name of a layer's module (``mlp.down_proj``) to arguments of vLLM's class:
+its quantization, and the name by which quantization methods know it."""
 ROW_BLOCKS = "row_blocks"
 """Key of vLLM's forward context: number of each row's block, int64 ``[num_rows]``,
 ascending.
@@ -32,11 +31,11 @@ ascending.
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """``silu(gate) · up``, ``[num_rows, width]``, of ``[num_rows, 2 · width]`` with the
+    """``silu(gate) · up``, ``[num_rows, width]``. ``x`` is ``[num_rows, 2 · width]``,
     gates first.
     """
     gate, up = gate_up.chunk(2, dim=-1)
-    # vLLM's kernel for CPUs takes five times as long as PyTorch's two.
+    # vLLM's kernel for CPUs takes five times as long as two kernels of PyTorch.
     if not gate_up.is_cuda or not hasattr(torch.ops._C, "silu_and_mul"):
         return F.silu(gate).mul_(up)
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
@@ -55,8 +54,8 @@ class GatedMLP(nn.Module):
         *,
         shared: bool = False,
     ) -> None:
-        """``shared``: it belongs to a mixture of experts, with which vLLM sums it over
-        the tensor-parallel ranks.
+        """``shared``: the MLP is the shared expert of a mixture. vLLM then sums it over
+        the tensor-parallel ranks together with the other experts.
         """
         super().__init__()
         name = "mlp.shared_expert" if shared else "mlp"
@@ -77,8 +76,8 @@ class GatedMLP(nn.Module):
 
 
 class ExpertMLP(nn.Module):
-    """Each row goes through the experts that a router chooses for it, and through the
-    shared one.
+    """Mixture of experts: each row goes through the experts that a router chooses, and
+    through the shared expert.
     """
 
     def __init__(
@@ -119,11 +118,11 @@ class ExpertMLP(nn.Module):
         return self.experts(normed, self._router_logits(normed))
 
     def _router_logits(self, normed: Tensor) -> Tensor:
-        """``[num_rows, num_experts]``. In groups, experts may be 4e-6 apart, which half
-        precision would not tell: float32 logits of weights in the model's type, as in
-        its code."""
+        """``[num_rows, num_experts]``. With groups, scores of experts may differ by
+        only 4e-6, which half precision cannot represent: logits are float32, from
+        weights in the model's type, as in the model's own code."""
         if self.shape.num_groups and normed.is_cuda and normed.dtype != torch.float32:
-            # Products of half precision are exact in float32.
+            # Products of half-precision numbers are exact in float32.
             return torch.mm(normed, self.gate.weight.t(), out_dtype=torch.float32)
         return self.gate(normed.to(self.router_type))[0]
 
@@ -135,8 +134,8 @@ class ExpertMLP(nn.Module):
         renormalize: bool,
     ) -> tuple[Tensor, Tensor]:
         """Weights (float32) and experts of each row, ``[num_rows, topk]``, from the
-        router's logits ``[num_rows, num_experts]``. Weights sum to 1 where the shape
-        renormalizes them, and the bias is part of them unless experts are in groups."""
+        router's logits ``[num_rows, num_experts]``. Weights sum to 1 if the shape
+        renormalizes them. They include the bias, unless experts are in groups."""
         if gating_output.is_cuda and hasattr(torch.ops._moe_C, "topk_softmax"):
             if self.shape.num_groups and not self.shape.capacity:
                 bias = (
@@ -153,7 +152,7 @@ class ExpertMLP(nn.Module):
                 )
                 weights, experts = grouped_topk(
                     gating_output, *sizes, bias, scoring_func=1
-                )  # of the sigmoid
+                )  # scores of the sigmoid
                 return weights, experts
             if self.expert_bias is None and not self.shape.num_groups:
                 weights, experts, _ = fused_topk(
@@ -171,9 +170,9 @@ class ExpertMLP(nn.Module):
         ) if renormalize else best.values, best.indices
 
     def _route_by_group(self, scores: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-        """The best experts of the groups whose two best experts are the best; with a
-        capacity, of so many experts that are the best for any row of the block. The
-        bias has a say in nothing else."""
+        """The best experts of the best groups; the sum of its two best experts ranks a
+        group. With a capacity instead of groups, the best of so many experts that are
+        the best for any row of the block. The bias is used only in this choice."""
         biased = scores if self.expert_bias is None else scores + self.expert_bias
         if self.shape.capacity:
             blocks = get_forward_context().additional_kwargs[ROW_BLOCKS]

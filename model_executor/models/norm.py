@@ -1,4 +1,4 @@
-"""RMSNorm, and the sum of the residual stream before it."""
+"""RMSNorm, with the addition to the residual stream before it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +10,8 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 
 
 def vllm_kernel(name: str, device: torch.device) -> Callable[..., Any] | None:
-    """The operator ``name``, if it is loaded and has a kernel for the device: vLLM's
-    builds are for one kind each.
+    """vLLM's operator ``name``, if it is loaded and has a kernel for the device. A
+    build of vLLM has kernels for one kind of device.
     """
     operator = getattr(torch.ops._C, name, None)
     key = f"_C::{name}", device.type.upper()
@@ -22,19 +22,19 @@ def vllm_kernel(name: str, device: torch.device) -> Callable[..., Any] | None:
 
 
 class Norm(RMSNorm):
-    """vLLM's RMSNorm, by its compiled kernels: on a CPU it uses them only as part of a
-    compiled graph.
+    """RMSNorm by vLLM's compiled kernels. On a CPU, vLLM's own class uses them only in
+    a compiled graph.
     """
 
     def __init__(
         self, hidden_size: int, eps: float, *, has_weight: bool = True
     ) -> None:
         super().__init__(hidden_size, eps=eps, has_weight=has_weight)
-        # Looked up once: a norm is small beside the search for it.
+        # Looked up once, because the search takes longer than a norm.
         device = self.weight.device
         self.kernel = vllm_kernel("rms_norm", device)
-        # On a CPU and in half precision, this kernel squares the sum before it is
-        # rounded, and the results differ.
+        # Not on a CPU in half precision: this kernel squares the sum before it is
+        # rounded, so results differ.
         rounds = device.type != "cpu" or self.weight.dtype == torch.float32
         self.sum_kernel = vllm_kernel("fused_add_rms_norm", device) if rounds else None
 
@@ -42,8 +42,8 @@ class Norm(RMSNorm):
         """RMSNorm of rows ``x`` ``[num_rows, hidden_size]``; with ``added``, a branch's
         output of the same shape, that of ``x + added``, which goes into ``x``. The
         result takes the memory of ``added``."""
-        # Without weights vLLM keeps ones, which `sleep(level=2)` discards for good:
-        # they are never read.
+        # A norm without weights has vLLM's ones, which `sleep(level=2)` discards for
+        # good. So they are never read.
         weight = self.weight if self.has_weight else None
         eps = self.variance_epsilon
         fits = x.dtype == self.weight.dtype and x.is_contiguous()
@@ -56,11 +56,11 @@ class Norm(RMSNorm):
             out = torch.empty_like(x)
             self.kernel(out, x, weight, eps)
             return out
-        # VLLM's own choice may be a kernel that was not to be taken, or is not there.
+        # Not vLLM's ``forward``: it may choose a kernel that is excluded here, or
+        # missing.
         if x.is_cuda:
             return F.rms_norm(x, self.weight.shape, weight, eps)
         return super().forward(x)
 
-    # Nobody hooks into a norm, and PyTorch's way to ``forward`` takes as long as a
-    # small one.
+    # A norm has no hooks, and PyTorch's ``__call__`` takes as long as a small norm.
     __call__ = forward

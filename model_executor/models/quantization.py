@@ -14,15 +14,15 @@ class Quantization:
 
     bits: int
     group_size: int | None = None
-    """Weights that share a scale; None: all of an output feature; 0: there are no
-    scales.
+    """Number of weights that share a scale; None: all weights of an output feature; 0:
+    there are no scales.
     """
     has_zero_points: bool = False
 
     @classmethod
     def of(cls, config: Any) -> "Quantization | None":
-        """The quantization that a checkpoint's config states; None for a plain
-        checkpoint, and for an unknown one.
+        """The quantization in a checkpoint's config; None for a plain checkpoint, and
+        for unknown quantization.
         """
         stated = getattr(config, "quantization_config", None) or {}
         try:
@@ -53,8 +53,8 @@ class Quantization:
         return None
 
     def matrix_bytes(self, inputs: int, outputs: int) -> int:
-        """Weights, scales (float32 for 8 bits, else half precision) and zero points of
-        a linear layer.
+        """Bytes of weights, scales (float32 for 8 bits, else half precision) and zero
+        points of a linear layer.
         """
         groups = (
             1
@@ -74,4 +74,4 @@ class Quantization:
 
 QUANTIZATIONS = dict.fromkeys(("fp8", "int8"), Quantization(8))
 QUANTIZATIONS |= dict.fromkeys(("int4", "gptq", "awq"), Quantization(4, 128, True))
-"""By the name that ``dllm plan --quantization`` has for them."""
+"""Quantizations by their names in ``dllm plan --quantization``."""

@@ -1,4 +1,4 @@
-"""What a ``config.json`` states about RoPE, in one place or in several."""
+"""Keys of a ``config.json`` about RoPE, which may be in several places."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
@@ -11,11 +11,11 @@ RopeBase = Annotated[float, Field(gt=1)]
 RopeShare = Annotated[float, Field(gt=0, le=1)]
 Number = float | None
 QUERY_SCALE = "llama_4_scaling_beta"
-"""Key of RoPE by which queries grow with their positions, in some families."""
+"""RoPE key of families that scale queries by their positions."""
 
 
 class Rope(BaseModel):
-    """Keys of RoPE's tables that are implemented."""
+    """Keys of the RoPE variants that are implemented."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -41,8 +41,8 @@ class Rope(BaseModel):
 
     @classmethod
     def checked(cls, rope: dict[str, Any]) -> dict[str, Any]:
-        """Keys that are valid together, with the type among them. Raises ``ValueError``
-        naming the key, its value and what it may be.
+        """Check that keys are valid together, and add the type. Raises ``ValueError``
+        naming the key, its value and the allowed values.
         """
         try:
             cls.model_validate(rope)
@@ -54,14 +54,14 @@ class Rope(BaseModel):
 
 
 class RopeWithQueryScale(Rope):
-    """Keys of families whose queries grow with their positions."""
+    """Keys of families that scale queries by their positions."""
 
     llama_4_scaling_beta: Number = None
 
 
 def merged(*places: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that these places state together; a key that is null asks for nothing.
-    Raises ``ValueError`` where they differ.
+    """Merge the keys of several places. A key with value null counts as absent. Raises
+    ``ValueError`` if two places differ.
     """
     rope: dict[str, Any] = {}
     for place in places:

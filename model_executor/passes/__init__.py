@@ -1,3 +1,3 @@
-"""Layer passes: what a layer computes, attends to and keeps. Each cache method names
-one of them.
+"""Layer passes: which rows a layer computes, attends to and keeps. Each cache method
+names a layer pass.
 """

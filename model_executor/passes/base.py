@@ -1,6 +1,6 @@
-"""Layer passes: who runs the layers of a model over which rows.
+"""Layer passes, which run the layers of a model over rows.
 
-A model's layers expose parts only. A layer pass owns the loop over them; it may drop
+A model's layers expose only parts. A layer pass owns the loop over them; it may drop
 rows between layers (early skipping) or compute some parts for all rows and others for a
 few (adaptive updates).
 """
@@ -28,10 +28,10 @@ from dllm_engine.model_executor.step_batch import RowBounds, SplitRows, StepBatc
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 
 Results = Sequence[Tensor]
-"""Tensors that a pass leaves beside hidden states, such as the rows that it chose."""
+"""Tensors that a pass returns beside hidden states, such as the rows that it chose."""
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""``attend(layer, q, k, v)``: attention output ``[num_rows, num_heads, head_dim]`` of
-all rows, and what becomes of their keys and values.
+"""``attend(layer, q, k, v)``: compute the attention output ``[num_rows, num_heads,
+head_dim]`` of all rows, and write those keys and values to pages that the pass keeps.
 
 ``q`` ``[num_rows, num_heads, head_dim]``, ``k`` and ``v`` ``[num_rows, num_kv_heads,
 head_dim]``.
@@ -44,7 +44,7 @@ positions of a request, before any of them is unmasked."""
 
 
 class Repeats(Enum):
-    """Use of a pass for the next step."""
+    """How a pass can be used for the next step."""
 
     OTHER_WORK = "other work"
     """The next step needs another pass."""
@@ -53,35 +53,35 @@ class Repeats(Enum):
     SAME_WORK = "same work"
     """The pass runs again."""
     ONLY_FILLS = "only fills"
-    """The pass runs again. Nothing changes but the tokens that a step fills, so that a
-    step may find nothing to do.
+    """The pass runs again. A step changes only the tokens that it fills, so it may also
+    have nothing to do.
     """
 
 
 @dataclass(frozen=True)
 class GraphParts:
-    """Description of a pass that is recorded as a CUDA graph. Passes of one class, one
-    layout and equal shapes of inputs differ in the contents of the inputs alone.
+    """Description of a pass for recording as a CUDA graph. Passes of one class with
+    equal layouts and equal shapes of inputs differ only in the contents of the inputs.
     """
 
     layout: Hashable
-    """The host's numbers that shape the launches of the pass."""
+    """Numbers on the host that determine the launches of the pass."""
     inputs: list[Tensor]
     """Tensors that the pass reads on the device."""
     num_rows: int = 0
-    """Rows of the recorded pass, if more than the batch has: rows of no request, which
-    no attention reaches, follow."""
+    """Number of rows of the recorded pass, if it is larger than the batch: padding rows
+    follow, which belong to no request and which no row attends to."""
 
 
 class LayerPass:
-    """Runs all layers in one forward pass."""
+    """One forward pass through all layers."""
 
     repeats = Repeats.OTHER_WORK
     recorded = False
     """True for a pass that is recorded: it must not wait for the device."""
     observe: Observe | None = None
-    """None: the pass observes no predictions. Else it observes those of the candidates,
-    and of ``observed``.
+    """Callback for predictions at the candidates and at the ``observed`` positions;
+    None: the pass observes no predictions.
     """
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
@@ -89,27 +89,30 @@ class LayerPass:
 
     @classmethod
     def of(cls, batch: StepBatch, pages: PageMemory) -> "LayerPass":
-        """The pass of a batch: of this class, or of another that suits its options."""
+        """Make the pass of a batch: an instance of this class, or of another class that
+        suits the options.
+        """
         return cls(batch, pages)
 
     @staticmethod
     def positions(plan: StepPlan, canvas: Canvas) -> np.ndarray:
-        """The canvas positions of a plan's rows, ascending. They may depend on tokens."""
+        """Canvas positions of a plan's rows, ascending. They may depend on tokens."""
         return np.r_[: plan.num_anchored, slice(*plan.span)]
 
     @staticmethod
     def observed(plan: StepPlan) -> Span | None:
-        """Masked positions that are predicted for the pass, from the first candidate
-        on. Those that are no candidates are not filled. None: there are none.
+        """Span from the first candidate on whose masked positions are predicted for the
+        pass. Positions beyond the candidates are not filled. None: only candidates are
+        predicted.
         """
         return None
 
     def __call__(
         self, layers: Iterable[DecoderLayer], hidden: Tensor, phases: RotaryPhases
     ) -> tuple[Tensor, Results]:
-        """Hidden states ``[num_rows, hidden_size]`` after the last layer, from the
-        embeddings of the same rows, and the results of the pass. ``hidden`` belongs to
-        the pass, which may write into it.
+        """Run the layers. Returns the hidden states ``[num_rows, hidden_size]`` after
+        the last layer and the results of the pass. ``hidden``: embeddings of the same
+        rows; the pass may overwrite them.
         """
         raise NotImplementedError
 
@@ -118,32 +121,32 @@ class LayerPass:
         return None
 
     def finished(self, results: Results) -> tuple[Tensor, Sequence[int]] | None:
-        """The rows that went through all layers, ``[num_rows]`` bool, and the number of
-        each request's; None: all rows. Only finished rows predict a token."""
+        """Rows that went through all layers, bool ``[num_rows]``, and the number of
+        such rows per request; None: all rows. Only these rows predict a token."""
         return None
 
     def follow(self, masked: Tensor) -> None:
-        """Take in what the last step filled, before one more step. ``masked``:
-        ``CanvasStore.masked``.
+        """Update the pass for one more step, after the last step has filled positions.
+        ``masked``: ``CanvasStore.masked``.
         """
 
     def asked(self, results: Results) -> list[Tensor]:
-        """Tensors that the host reads after the pass. They are copied together with the
-        filled tokens, so that the host waits once."""
+        """Tensors that the host has to read after the pass. They are copied together
+        with the filled tokens, so that the host waits once."""
         return []
 
     def take_answers(
         self, index: int, results: Results, answers: Sequence[np.ndarray]
     ) -> int | None:
-        """Take in what the host has read of ``asked``, for a request whose canvas has
-        the step's tokens. Returns the key slots that the request needs for good in the
-        table that its layers share, on the rank that needs most; None where this pass
-        does not tell. The same on every rank."""
+        """Take the host copies of ``asked`` for a request, whose canvas has the step's
+        tokens already. Returns the final number of key slots that the request needs in
+        the table that its layers share, on the rank that needs most; None if this pass
+        does not decide it. The same on every rank."""
         return None
 
     def rows_computed(self, index: int, num_rows: int, results: Results) -> int:
-        """Rows that the pass computed for a request of ``num_rows``, as a mean over the
-        layers, rounded up.
+        """Number of rows that the pass computed for a request with ``num_rows`` rows:
+        the mean over the layers, rounded up.
         """
         return num_rows
 
@@ -161,11 +164,10 @@ def run_layers(
     attend: Attend,
     drafts: Tensor | None = None,
 ) -> Tensor:
-    """Hidden states after the last layer, of a pass that computes every row in every
-    layer and differs from others in ``attend`` alone. ``drafts``: as of
-    ``DecoderLayer.o_proj``.
+    """Run layers that compute every row, with ``attend`` as attention. Returns the
+    hidden states after the last layer. ``drafts``: as for ``DecoderLayer.o_proj``.
     """
-    update = None  # what the layer before adds; the next norm does it
+    update = None  # output of the layer before, which the next norm adds
     for index, layer in enumerate(layers):
         q, k, v = layer.qkv(layer.attn_norm(hidden, update), phases)
         attended = layer.o_proj(attend(index, q, k, v), drafts)
@@ -174,8 +176,8 @@ def run_layers(
 
 
 class DensePass(LayerPass):
-    """A pass that neither reads nor writes pages: each sequence attends to itself, as
-    far as its rows have no limits to all of it."""
+    """A pass that neither reads nor writes pages: each sequence attends to itself, to
+    all of it or up to the limits of its rows."""
 
     repeats = Repeats.ONLY_FILLS
 
@@ -192,7 +194,7 @@ class DensePass(LayerPass):
 
 
 def attend_alone(q: Tensor, k: Tensor, v: Tensor, rows: RowBounds) -> Tensor:
-    """Attention of each request's rows over themselves."""
+    """Attention of each request's rows to the rows of the request."""
     if rows.limits is not None or (rows.is_padded and not reads_bounds_on_device()):
         bounds, limits, longest = rows.cu_seqlens, rows.limits, rows.max_seqlen
         return paged_attention(
@@ -202,7 +204,7 @@ def attend_alone(q: Tensor, k: Tensor, v: Tensor, rows: RowBounds) -> Tensor:
 
 
 class AttendedTables(Protocol):
-    """Tables of what rows attend to in pages."""
+    """Tables of the tokens in pages that rows attend to."""
 
     def paged_tokens(self, layer: int) -> PagedTokens: ...
 
@@ -215,8 +217,9 @@ def attend_paged(
     *,
     attend_fresh: bool,
 ) -> Tensor:
-    """Attention of the rows of requests that need pages over what they have there, and
-    with ``attend_fresh`` over their own rows. ``qkv``: of all rows.
+    """Attention of the rows of requests that need pages: to their tokens in pages, and
+    with ``attend_fresh`` to their own rows. ``qkv``: queries, keys and values of all
+    rows.
     """
     q, k, v = (values[: rows.num_paged_rows] for values in qkv)
     return paged_attention(

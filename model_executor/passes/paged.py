@@ -1,6 +1,4 @@
-"""Passes that compute every row in every layer, and attend to what pages retain as
-well.
-"""
+"""Passes that compute every row in every layer, and also attend to tokens in pages."""
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
@@ -27,8 +25,8 @@ from dllm_engine.model_executor.transfer import on_device
 
 
 class PagedPass(LayerPass):
-    """Attends to retained tokens in pages and to the fresh rows. All tensors stay on
-    the device; the host reads none of them."""
+    """Pass whose rows attend to retained tokens in pages and to fresh rows. The host
+    reads no tensor of it."""
 
     def __init__(
         self,
@@ -38,10 +36,10 @@ class PagedPass(LayerPass):
         *,
         attend_fresh: bool = True,
     ) -> None:
-        """``rows``: those of requests that read no ``tokens`` attend alone. ``slots``:
-        where the rows' keys and values are written before any row attends, int64
-        ``[num_layers, num_rows, num_kv_heads]``; None: nowhere. With ``attend_fresh`` a
-        row attends to its request's own rows as well."""
+        """``rows``: requests that read no ``tokens`` attend alone. ``slots``: slots to
+        which keys and values of the rows are written before attention, int64
+        ``[num_layers, num_rows, num_kv_heads]``; None: they are not written. With
+        ``attend_fresh`` a row also attends to the rows of its request."""
         self.tokens = tokens
         self.rows = rows
         self.row_slots = slots
@@ -61,8 +59,9 @@ class PagedPass(LayerPass):
 
 
 class OverwritePass(PagedPass):
-    """K/V of every computed row replace those kept at its position, and the row attends
-    to the canvas as kept, as far as its plan reads."""
+    """Pass that keeps K/V by canvas position. K/V of every computed row replace those
+    at its position, and rows attend to the kept canvas, up to the tokens that their
+    plans read."""
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         reads = [plan.read for plan in batch.plans]
@@ -76,11 +75,11 @@ class OverwritePass(PagedPass):
 
 
 class AddingPass(PagedPass):
-    """A paged pass in which UPDATE requests add tokens to pages.
+    """Paged pass in which UPDATE requests add tokens to pages.
 
-    Requests in every refresh state share the pass: each attends to its own rows and to
-    what its plan reads in pages, and UPDATE requests write what they retain behind what
-    they read.
+    Requests in every refresh state share the pass. Each attends to its own rows and to
+    the tokens in pages that its plan reads. UPDATE requests write the tokens that they
+    retain behind the tokens that they read.
     """
 
     def __init__(
@@ -90,8 +89,9 @@ class AddingPass(PagedPass):
         reading: Sequence[str] | None = None,
         adding: Sequence[str] | None = None,
     ) -> None:
-        """``reading``, ``adding``: tables that each request reads from, and adds to:
-        behind what it reads if they are the same. None: keys and values."""
+        """``reading``, ``adding``: kinds of the tables that each request reads from and
+        adds to. If both are the same, a request adds behind the tokens that it reads.
+        None: tables of keys and values."""
         kinds = [PageKind.KV] * len(batch.plans)
         reading = reading or kinds
         adding = adding or kinds
@@ -103,7 +103,7 @@ class AddingPass(PagedPass):
         )
         plans = enumerate(batch.plans)
         self.updating = [i for i, plan in plans if plan.state is RefreshState.UPDATE]
-        """Numbers of the UPDATE requests."""
+        """Indices of the UPDATE requests in the batch."""
         if not self.updating:
             self.repeats = Repeats.ONLY_FILLS
             return
@@ -121,19 +121,21 @@ class AddingPass(PagedPass):
         self.slots = added_to.token_slots(
             ALL_LAYERS, *on_device(np.stack(places), batch.device).unbind()
         )
-        """Per layer, the slots of each token that is added."""
+        """Slots of each added token, per layer."""
         named = [self.batch_rows(i, _named_rows(batch.plans[i])) for i in self.updating]
         self.named_rows = on_device(np.concatenate(named), batch.device)
-        """Rows of the batch of the positions that ``plan.adds`` names, of each of
-        ``updating``.
-        """
+        """Batch rows of the positions in ``plan.adds`` of each of ``updating``."""
 
     def batch_rows(self, index: int, own: np.ndarray) -> np.ndarray:
-        """Numbers in the batch of a request's ``own`` rows."""
+        """Indices in the batch of rows of a request; ``own``: their indices in the
+        request.
+        """
         return self.batch.bounds[index] + own
 
     def _keep_anchors(self, row_slots: Tensor) -> None:
-        """Set the slots of rows that requests compute of the beginning they read."""
+        """Set the slots of rows at the beginning of a canvas that requests read and
+        compute again.
+        """
         batch = self.batch
         numbers = np.repeat([plan.num_anchored for plan in batch.plans], batch.sizes)
         anchors = np.flatnonzero(batch.host_positions < numbers)
@@ -143,8 +145,8 @@ class AddingPass(PagedPass):
             row_slots.index_copy_(1, rows, self.reading.token_slots(*places))
 
     def added(self, index: int) -> slice | None:
-        """The tokens that a request adds to pages, among those of ``updating``; None
-        for one that adds none.
+        """The tokens that a request adds to pages, as a slice of the tokens of all
+        ``updating``; None if it adds none.
         """
         if index not in self.updating:
             return None
@@ -153,7 +155,7 @@ class AddingPass(PagedPass):
 
 
 class RetentionPass(AddingPass):
-    """Retains every position that a plan adds. What an UPDATE reads is a beginning of
+    """Pass that retains every position that a plan adds. An UPDATE reads a beginning of
     the canvas.
     """
 
@@ -181,9 +183,7 @@ class RetentionPass(AddingPass):
 
 
 class WholePass(DensePass):
-    """Computes all that plans ask for, and touches pages only if a request shares its
-    prompt.
-    """
+    """Pass that computes all rows of its plans, and uses pages only for shared prompts."""
 
     @classmethod
     def of(cls, batch: StepBatch, pages: PageMemory) -> LayerPass:
@@ -193,8 +193,8 @@ class WholePass(DensePass):
 
 
 def _named_rows(plan: StepPlan) -> np.ndarray:
-    """Rows of the positions that a plan adds, counted from its request's first one;
-    negative for positions that are only in pages.
+    """Rows of the positions that a plan adds, counted from the first row of the
+    request; negative for positions that are only in pages.
     """
     spans = [span for retention in plan.adds for span in retention.spans]
     positions = ranges([span.start for span in spans], [span.size for span in spans])[1]

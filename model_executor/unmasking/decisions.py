@@ -1,5 +1,5 @@
-"""Passes of decisions: log-probabilities of the tokens that accepted texts have, and the fields
-that a pass commits.
+"""Passes of decisions: log-probabilities of the tokens in accepted texts, and the
+fields that a pass commits.
 """
 
 import numpy as np
@@ -20,9 +20,8 @@ from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs
 def decide(
     predictor: TokenPredictor, hidden: Tensor, group: BatchCandidates
 ) -> tuple[Filled, Failures]:
-    """Commit fields of each decision, from hidden states of a group of decisions alone.
-    Waits for the device once. Returns also the failures of decisions whose own part
-    raises an exception."""
+    """Commit fields of each decision from the hidden states of a group of decisions.
+    Waits for the device once. Also returns the failures of single decisions."""
     device = hidden.device
     canvases = group.batch.canvases
     asked = []
@@ -49,7 +48,9 @@ def decide(
 def _commit(
     index: int, canvas: Canvas, positions: np.ndarray, logprobs: np.ndarray
 ) -> np.ndarray:
-    """A request's part of ``Filled``. ``positions``: of its canvas, ascending."""
+    """Commit fields of one decision, and return its part of ``Filled``. ``positions``:
+    predicted canvas positions, ascending.
+    """
     if not np.isfinite(logprobs).all():
         return np.stack(
             [np.full_like(positions, value) for value in (index, 0, 0, NOT_FINITE)]
@@ -65,7 +66,7 @@ def _commit(
     )
     tokens = {start + position: token for position, token in committed.items()}
     if decision.is_complete:
-        # What lies behind the response in its last block may be anything.
+        # Positions behind the response in its last block may hold any token.
         tokens |= dict.fromkeys(
             positions[~in_response].tolist(), int(decision.columns[-1])
         )
@@ -84,15 +85,15 @@ def _commit(
 def _keep_logprobs(
     canvas: Canvas, kept: TokenLogprobs, tokens: dict[int, int], options: TokenOptions
 ) -> None:
-    """Keep log-probabilities among accepted texts."""
+    """Keep the log-probabilities among accepted texts for the report."""
     for position, token in tokens.items():
         place, (names, values) = (
             canvas.spec.layout.prompt_length + position,
             options[position],
         )
         own = values[names == token].max()
-        # Fewer tokens than asked for may follow; the rest stays out of sight as
-        # repetitions of the first.
+        # Fewer tokens than requested may be possible. Repetitions of the first fill the
+        # rest, and are not shown.
         num_kept = kept.top.shape[1]
         order = np.argsort(-values)[:num_kept]
         order = np.append(order, np.repeat(order[:1], num_kept - len(order)))

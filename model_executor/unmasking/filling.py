@@ -1,8 +1,8 @@
-"""Filling in: the predictions of candidates, and the choice of those that a step fills.
+"""Filling in: prediction of candidates, and choice of the ones that a step fills.
 
-What the host decides, ``FillWork``, is the same in most steps; the numbers that differ
-are in tensors, ``FillInputs``. So a step is launched, or replayed from what was
-recorded for the same work, by one function.
+``FillWork`` is what the host decides: it is equal in most steps. ``FillInputs`` has the
+numbers that differ, in tensors. So one function launches a step, or replays the
+recording of equal work.
 """
 
 from collections.abc import Iterator, Sequence
@@ -48,14 +48,15 @@ CHOSEN, NOT_FINITE, OBSERVED, TAKEN_BACK = 1, 2, 4, 8
 
 Filled = Tensor
 """Result of a step for some candidates, int64 ``[4, num_candidates]``, ascending by
-request and position: request number in the batch, canvas position, token, and a sum of
-``CHOSEN`` (filled, or its token replaced), ``OBSERVED`` (as the quota asks),
-``TAKEN_BACK`` (a mask again) and ``NOT_FINITE`` (the logits were not finite)."""
+request and position: index of the request in the batch, canvas position, token, and a
+sum of ``CHOSEN`` (the position was filled or its token replaced), ``OBSERVED`` (it has
+the confidence that the quota asks for), ``TAKEN_BACK`` (it is a mask again) and
+``NOT_FINITE`` (the logits were not finite)."""
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """Result of a step for the requests of a batch, by their numbers."""
+    """Result of a step for the requests of a batch, by their index in the batch."""
 
     positions: list[list[int]]
     """Positions filled or replaced in each request, ascending."""
@@ -64,7 +65,7 @@ class StepOutcome:
     taken_back: dict[int, list[int]]
     """Positions of each request that are masks again, ascending."""
     farthest: dict[int, int]
-    """Rightmost position that was ``OBSERVED`` in a request, where any was."""
+    """Rightmost ``OBSERVED`` position of each request that has one."""
     not_finite: set[int]
     """Requests for which the model made logits that are NaN or infinite."""
 
@@ -72,7 +73,7 @@ class StepOutcome:
 def outcomes_of(
     filled: list[list[Filled]], num_requests: int, asked: Sequence[Tensor] = ()
 ) -> tuple[list[StepOutcome], list[np.ndarray]]:
-    """The outcome of each step, and the numbers of the tensors ``asked``. Waits for the
+    """The outcome of each step, and host copies of the tensors ``asked``. Waits for the
     device once.
     """
     parts = list(chain.from_iterable(filled))
@@ -119,16 +120,16 @@ class Number(IntEnum):
     SEED = 0
     FORWARD = 1
     GUARANTEED = 2
-    """Offset below which one candidate is filled at least; 0: the rule decides."""
+    """At least one candidate with an offset below this is filled; 0: the rule decides.
+    """
     LEAST = 3
     """Minimum number of filled candidates; 0: the rule decides."""
     ENOUGH = 4
-    """Number of candidates that the rule must allow, or one is filled; 0: no such
-    number.
+    """If the rule allows fewer candidates than this, one is filled; 0: no such minimum.
     """
     DELAYS_EOS = 5
     CHOICE = 6
-    """Number of the request's choice in ``FillWork.choices``; −1: a guide chooses."""
+    """Index of the request's choice in ``FillWork.choices``; −1: a guide chooses."""
     VALUE = 7
     """Value of the choice's rule."""
     ALG_TEMP = 8
@@ -137,13 +138,15 @@ class Number(IntEnum):
     EDITED = 10
     """Probability above which the token of a decided candidate is replaced."""
     BEGINS_DECIDED = 11
-    """1 for a step that is planned to begin without a mask. Another one that does has
-    nothing to do.
+    """1 for a step that is planned to begin without a mask. Any other step without a
+    mask does nothing.
     """
     TAKES_BACK = 12
-    """1 where decided candidates that are not chosen become masks again."""
+    """1 if decided candidates that are not chosen become masks again."""
     VERIFIES = 13
-    """1 where predictions replace drafts from the first on that differs."""
+    """1 if predictions verify drafts: the first draft that differs is replaced, and the
+    drafts behind it become masks again.
+    """
 
 
 _SWITCHED = (
@@ -155,9 +158,9 @@ _SWITCHED = (
     Number.TAKES_BACK,
     Number.VERIFIES,
 )
-"""Numbers that are 0 where a request does not use them."""
+"""Numbers that are 0 if a request does not use them."""
 _BOUNDS = (Number.OBSERVED, Number.EDITED)
-"""Numbers that are infinite where a request does not use them."""
+"""Numbers that are infinite if a request does not use them."""
 _FLOATS = frozenset((Number.VALUE, Number.ALG_TEMP, *_BOUNDS))
 """Numbers that are float64."""
 
@@ -165,8 +168,8 @@ _FLOATS = frozenset((Number.VALUE, Number.ALG_TEMP, *_BOUNDS))
 @dataclass(frozen=True, slots=True)
 class RequestNumbers:
     """Numbers of the requests of a batch, on the host or the device. They are one int64
-    table, so that one copy takes them to the device; those of ``_FLOATS`` are there by
-    their bits.
+    table, so that one copy moves them to the device. Numbers of ``_FLOATS`` are stored
+    by their bits.
     """
 
     table: Any
@@ -178,7 +181,7 @@ class RequestNumbers:
         return cls(np.zeros((len(Number), num_requests), dtype=np.int64))
 
     def __getitem__(self, number: Number) -> Any:
-        """A number of each request, a view of the table."""
+        """View of one number of all requests."""
         row = self.table[number]
         if number not in _FLOATS:
             return row
@@ -187,16 +190,16 @@ class RequestNumbers:
 
 
 class FillWork(NamedTuple):
-    """Work of filling in, as far as the host decides it; equal work differs in numbers
-    alone.
+    """The part of filling in that the host decides. Steps of equal work differ only in
+    their numbers.
     """
 
     settings: SamplingSettings
     choices: tuple[Choice, ...]
     wanted: Wanted
-    """With the measures of all requests, also of those that a guide fills."""
+    """Statistics that any of the requests needs, including guided requests."""
     uses: frozenset[Number]
-    """Numbers that some request has."""
+    """Numbers that some request uses."""
 
     @property
     def draws_positions(self) -> bool:
@@ -211,7 +214,7 @@ class FillWork(NamedTuple):
 
 @dataclass
 class FillInputs:
-    """Tensors that filling in reads on the device. All but ``numbers`` is of
+    """Tensors that filling in reads on the device. All but ``numbers`` come from
     ``BatchCandidates``, under the same names.
     """
 
@@ -228,8 +231,8 @@ class FillInputs:
 def fill_work(
     group: BatchCandidates, plans: Sequence[StepPlan]
 ) -> tuple[FillWork, RequestNumbers]:
-    """The work of a step's plans, in batch order, for candidates of equal settings, and
-    the numbers of its requests on the host."""
+    """The work of a step for candidates of equal settings, and the numbers of its
+    requests on the host. ``plans`` are in batch order."""
     canvases = group.batch.canvases
     specs = [canvas.spec for canvas in canvases]
     numbers = RequestNumbers.zeros(len(plans))
@@ -272,7 +275,7 @@ def fill_work(
     work = FillWork(settings, tuple(choices), wanted, frozenset(uses))
     if work.draws_positions or settings.temperature > 0:
         rows[Number.SEED][:] = [canvas.seed for canvas in canvases]
-        # Tokens of rounds are those of an autoregressive text, whatever is drafted.
+        # In rounds of self-speculation, tokens must not depend on the drafts.
         rows[Number.FORWARD][:] = [
             0 if spec.layout.round_length else plan.forward
             for spec, plan in zip(specs, plans, strict=True)
@@ -284,7 +287,7 @@ def _numbers_of(
     spec: DecodingSpec, plan: StepPlan, needs_first: bool
 ) -> Iterator[tuple[Number, float]]:
     """Numbers of a request's step that do not depend on other requests.
-    ``needs_first``: the first candidate is still to be filled, and must be.
+    ``needs_first``: the first candidate is masked and must be filled now.
     """
     quota = plan.quota
     unmasking = spec.unmasking
@@ -295,7 +298,7 @@ def _numbers_of(
     if quota.parallel is not None:
         may_pass_none = PARALLEL_RULES[quota.parallel.kind].may_pass_none
         yield Number.LEAST, quota.least if may_pass_none else max(quota.least, 1)
-    if quota.enough > 2:  # one that is allowed alone is the most confident anyway
+    if quota.enough > 2:  # if only one is allowed, it is the most confident anyway
         yield Number.ENOUGH, quota.enough
     yield Number.DELAYS_EOS, spec.ends.delay_eos
     yield Number.ALG_TEMP, unmasking.alg_temp
@@ -313,8 +316,9 @@ def fill(
     hidden: Tensor,
     demands: Demands = NO_DEMANDS,
 ) -> tuple[Filled, TokenStatistics]:
-    """Predict the candidates whose rows are ``hidden`` ``[num_candidates,
-    hidden_size]``, and unmask the plans' quotas of those that are still masked."""
+    """Predict the candidates from their rows ``hidden`` ``[num_candidates,
+    hidden_size]``, and unmask as many of the masked ones as the plans' quotas ask for.
+    """
     requests, _, positions, places, _, flags = inputs.table.unbind()
     store, numbers, edits = rank.store, inputs.numbers, Number.EDITED in work.uses
     masked = store.masked[places]
@@ -351,7 +355,7 @@ def fill(
         if not demands.constrained:
             edited &= statistics.probability > surer_than
         written = masked | edited
-    # A step that runs ahead predicts some that are decided by now.
+    # A step that runs ahead may predict positions that are decided by now.
     statistics.written = written & (flags & UNFINISHED == 0)
     decided = ~masked
     takes_back = None
@@ -387,9 +391,9 @@ def _edit_options(
     masked: Tensor,
     surer_than: Tensor,
 ) -> Tensor:
-    """Tokens that a constrained position may have, int64 ``[num_candidates, 2]``; −1
-    where it may have any. A decided token stays, or gives way to the ``free``
-    prediction, whatever lets the whole text match.
+    """Tokens that a constrained position may have, int64 ``[num_candidates, 2]``; −1:
+    any token. A decided token stays, or gives way to the ``free`` (unconstrained)
+    prediction, so that the whole text matches.
     """
     gives_way = free.probability > surer_than
     others = torch.where(gives_way, free.token, tokens)
@@ -403,7 +407,7 @@ def _outcome(
     chosen: Tensor,
     taken_back: Tensor,
 ) -> Tensor:
-    """What became of each candidate, int64 ``[num_candidates]``."""
+    """Outcome of each candidate as in ``Filled``, int64 ``[num_candidates]``."""
     requests = inputs.table[0]
     flags = inputs.table[5]
     outcome = chosen.long() * CHOSEN + taken_back.long() * TAKEN_BACK
@@ -411,7 +415,7 @@ def _outcome(
         bounds = inputs.numbers[Number.OBSERVED].float()[requests]
         is_observed = (statistics.probability >= bounds) & (flags == 0)
         outcome = outcome + is_observed.long() * OBSERVED
-    # A NaN or an infinity among a row's logits makes every probability of the row NaN.
+    # NaN or infinity among the logits of a row makes all of its probabilities NaN.
     return outcome.masked_fill(statistics.probability.isnan(), NOT_FINITE)
 
 
@@ -421,7 +425,7 @@ def _choose(
     statistics: TokenStatistics,
     barred: Tensor,
 ) -> Tensor:
-    """The candidates that a step fills, of those that are not ``barred``; bool
+    """Choose the candidates that a step fills among those that are not ``barred``; bool
     ``[num_candidates]``.
     """
     requests = inputs.table[0]
@@ -440,7 +444,7 @@ def _choose(
         if inputs.certainty is not None:
             confidence = confidence * inputs.certainty
         if Number.ALG_TEMP in uses:
-            # The largest of them are draws without replacement from the softmax of
+            # The largest sums are draws without replacement from the softmax of
             # confidences over temperatures.
             gumbel = gumbel_of(required(statistics.noise))
             confidence = confidence + numbers[Number.ALG_TEMP][requests] * gumbel
@@ -455,8 +459,9 @@ def _choose(
 
 
 def _held_back(rank: Rank, inputs: FillInputs, tokens: Tensor) -> Tensor:
-    """Predicted end tokens after a masked position, while the response has none, where
-    the request delays them; bool ``[num_candidates]``."""
+    """Predicted end tokens that must wait, because the request delays end tokens, the
+    position before is masked, and the response has no end token yet; bool
+    ``[num_candidates]``."""
     owners, places = required(inputs.responses)
     delays = inputs.numbers[Number.DELAYS_EOS]
     ends = torch.isin(rank.store.tokens[places], rank.end_tokens)

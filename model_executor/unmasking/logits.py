@@ -1,6 +1,6 @@
-"""Logits of which each tensor-parallel rank has a shard: numbers that requests add to
-them, tokens that spell a text which a constraint accepts, chosen by classes of tokens,
-and log-probabilities."""
+"""Operations on logits of which each tensor-parallel rank has a shard: biases of
+requests, the best token of each class for constrained responses, and log-probabilities.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs
 
 
 class BiasedRows(NamedTuple):
-    """Numbers for the logits of some tokens in some rows."""
+    """Bias for the logits of some tokens in some rows."""
 
     rows: Tensor
     """bool ``[num_rows]``"""
@@ -35,8 +35,8 @@ class BiasedRows(NamedTuple):
 def with_biases(
     shard: VocabularyShard, biased: Sequence[BiasedRows], chunk: slice
 ) -> VocabularyShard:
-    """A shard of the logits of a chunk of the rows, with the numbers added as far as
-    their tokens are in it; float32 where there are any."""
+    """A shard of the logits of a chunk of rows, with the biases of those tokens that
+    are in the shard; float32 if there are biases."""
     if not biased:
         return shard
     logits = shard[0].to(torch.float32, copy=True)
@@ -66,7 +66,7 @@ class ConstrainedRows:
     """
     num_classes: int
     choose: Callable[[np.ndarray], np.ndarray]
-    """From the score of each row's best token of each class, ``[num_rows,
+    """Maps the score of the best token of each class in each row, ``[num_rows,
     num_classes]``, to the class that each row writes, int64 ``[num_rows]``; −1 for a
     row that the constraint leaves open."""
 
@@ -85,10 +85,11 @@ def class_on_device(constraint: Constraint, device: torch.device) -> Tensor:
 
 
 def class_maxima(scores: Tensor, class_of: Tensor, num_classes: int) -> Tensor:
-    """The best score of each class, ``[num_rows, num_classes]``; −∞ for a class without
-    a token.
+    """The best score of each class in each row, ``[num_rows, num_classes]``; −∞ for a
+    class without a token.
 
-    ``scores``: ``[num_rows, num_tokens]``; ``class_of``: of the same tokens.
+    ``scores``: ``[num_rows, num_tokens]``; ``class_of``: class of each token,
+    ``[num_tokens]``.
     """
     found = scores.new_full((scores.shape[0], num_classes + 1), -torch.inf)
     return found.scatter_reduce_(1, class_of.expand_as(scores), scores, "amax")[:, :-1]
@@ -101,9 +102,9 @@ def best_of_class(
     forbidden_token: int,
 ) -> tuple[Tensor, Tensor]:
     """The score and the column of the best token of each row's class, ``[num_rows]``
-    each; −∞ where no token is of it.
+    each; the score is −∞ if the class has no token.
 
-    ``scores`` and ``class_of`` as of ``class_maxima``. Where the class is −1: of all
+    ``scores`` and ``class_of``: as for ``class_maxima``. For class −1, the best of all
     tokens but ``forbidden_token``, which is a column, or −1 for none.
     """
     allowed = class_of == classes[:, None]
@@ -115,7 +116,7 @@ def best_of_class(
     score, column = torch.where(allowed, scores, -torch.inf).max(dim=-1)
     ruled_out = score == -torch.inf
     if ruled_out.any():
-        # A token that has no probability is better than one that must not be written.
+        # A token with probability 0 is better than a token that must not be written.
         column = torch.where(ruled_out, allowed.byte().argmax(dim=-1), column)
         score = torch.where(
             ruled_out & allowed.any(dim=-1), torch.finfo(score.dtype).min, score
@@ -137,8 +138,8 @@ def logits_at(
     tokens: Tensor,
     tp_group: GroupCoordinator,
 ) -> Tensor:
-    """Logits of tokens at rows, float32, on every rank. The shape is the one to which
-    ``rows`` and ``tokens`` broadcast.
+    """Logits of tokens at rows, float32, on every rank. ``rows`` and ``tokens`` are
+    broadcast to the shape of the result.
     """
     logits, first_token = shard
     columns = tokens - first_token
@@ -156,11 +157,11 @@ def token_logprobs(
     tp_group: GroupCoordinator,
     log_total: Tensor | None = None,
 ) -> TokenLogprobs:
-    """Log-probabilities of a given token per row and of the ``num_logprobs`` likeliest,
-    on every rank.
+    """Log-probabilities of a given token per row, and of its ``num_logprobs`` likeliest
+    tokens, on every rank.
 
     ``tokens``: int64 ``[num_rows]``. ``log_total``: the log of the sum of exponentials
-    of each row's logits on all ranks, float32 ``[num_rows]``, where it is known.
+    of each row's logits on all ranks, float32 ``[num_rows]``; None: it is computed.
     """
     (logits, first_token), sharded = shard, tp_group.world_size > 1
     if log_total is None:

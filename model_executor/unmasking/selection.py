@@ -12,25 +12,25 @@ from torch import Tensor
 from dllm_engine.decoding.unmasking_policies import PARALLEL_RULES
 
 Rule = Callable[[Tensor, Tensor | float], Tensor]
-"""As ``UnmaskingRule.selects`` says."""
+"""Function of a rule; ``UnmaskingRule.selects`` describes it."""
 
 
 @cache
 def parallel_rule(name: str) -> Rule:
-    """The rule of parallel unmasking of a name."""
+    """The rule of parallel unmasking with this name."""
     return PARALLEL_RULES.function(name, PARALLEL_RULES[name].selects)
 
 
 def first_of_all(ordered: Tensor, value: Tensor | float) -> Tensor:
-    """A fixed count: the ``value`` most confident ones."""
+    """Rule of a fixed count: the ``value`` most confident candidates."""
     return (torch.arange(ordered.shape[-1], device=ordered.device) < value).expand(
         ordered.shape
     )
 
 
 drawn_below: Rule = torch.lt
-"""For policies that draw each position: those whose number, uniform in (0, 1), is below
-the value.
+"""Rule for policies that draw each position: candidates whose uniform number in (0, 1)
+is below the value.
 """
 
 
@@ -48,16 +48,20 @@ class Cells(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Numbers of candidates that are chosen whatever a rule says, int64
-    ``[num_requests]`` each; None where no request has such a bound.
+    """Bounds on the candidates that are chosen, whatever the rule allows; int64
+    ``[num_requests]`` each. None: no request has such a bound.
     """
 
     guaranteed: Tensor | None = None
-    """At least the most confident candidate with an offset below it is chosen."""
+    """At least one candidate with an offset below this is chosen: the most confident
+    one, if the rule allows none of them.
+    """
     least: Tensor | None = None
-    """At least so many are chosen, the most confident."""
+    """At least this number of candidates is chosen, the most confident ones first."""
     enough: Tensor | None = None
-    """If the rule chooses fewer, only the most confident candidate is chosen."""
+    """If the rule allows fewer candidates than this, only the most confident one is
+    chosen.
+    """
 
 
 def select(
@@ -67,19 +71,19 @@ def select(
     values: Tensor,
     bounds: Bounds,
 ) -> Tensor:
-    """Choose candidates of each request by ``rule``, among equally confident ones the
-    first: bool ``[num_candidates]``.
+    """Choose candidates of each request by ``rule``: bool ``[num_candidates]``. Among
+    equally confident candidates the first one wins.
 
     Args:
         confidence: ``[num_candidates]``; −∞ for a candidate that must not be chosen.
-        values: of the rule, ``[num_requests]``.
+        values: value of the rule for each request, ``[num_requests]``.
     """
     requests, offsets, width = cells
     guaranteed, least, enough = bounds
     table = confidence.new_empty(values.shape[0], width).fill_(-torch.inf)
     table[requests, offsets] = confidence
-    # What else is in the table must not matter, so that a request gets the same tokens
-    # in any batch: hence stable.
+    # The sort is stable, so that a request gets the same tokens in any batch, whatever
+    # else is in the table.
     ordered, order = table.sort(dim=1, descending=True, stable=True)
     allowed = rule(ordered, values[:, None])
     if enough is not None:
@@ -98,8 +102,8 @@ def select(
 
 
 def up_to_first(stops: Tensor, cells: Cells, num_requests: int) -> Tensor:
-    """The candidates of each request up to the first that ``stops``, that one with
-    them; bool ``[num_candidates]`` both.
+    """The candidates of each request up to the first one in ``stops``, inclusive.
+    Argument and result are bool ``[num_candidates]``.
     """
     requests, offsets, width = cells
     table = torch.zeros(num_requests, width, dtype=torch.int64, device=stops.device)

@@ -1,4 +1,6 @@
-"""Predictions of a step: tokens, the model's confidence in them, and a prior of it."""
+"""Predictions of a step: tokens, the model's confidence in them, and the certainty
+prior.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -13,13 +15,13 @@ from torch import Tensor
 from dllm_engine.decoding.unmasking_policies import Measure
 
 LEAST_CONFIDENT = -1e30
-"""Less than any negative entropy, and yet one that may be unmasked."""
+"""Confidence below any negative entropy. A position with it may still be unmasked."""
 _REACH = 9
-"""Farther than so many σ a token weighs less than float64 tells."""
+"""Distance in σ beyond which a weight is too small for float64."""
 
 
 class _Rows:
-    """Columns of equally many rows."""
+    """Base class of columns with equally many rows."""
 
     def split(self, sizes: list[int]) -> list[Self]:
         """Split into parts of ``sizes`` rows."""
@@ -31,7 +33,7 @@ class _Rows:
 
     @classmethod
     def concatenated(cls, parts: Sequence[Self]) -> Self:
-        """The rows of all parts; what is None in one is None in all."""
+        """The rows of all parts. A column that is None in one part is None in all."""
         columns = zip(*(vars(part).values() for part in parts), strict=True)
         joined: Iterator[Any] = (
             None
@@ -46,8 +48,8 @@ class _Rows:
 
 @dataclass
 class TokenLogprobs(_Rows):
-    """Log-probabilities of the plain softmax of the logits, at temperature 1 and
-    unfiltered; one entry per row.
+    """Log-probabilities of the plain softmax of the logits (temperature 1, no filters),
+    one entry per row.
     """
 
     token: Tensor
@@ -55,14 +57,14 @@ class TokenLogprobs(_Rows):
     rank: Tensor
     """``[num_rows]`` int64: 1 + the number of tokens with a larger logit."""
     top_tokens: Tensor
-    """``[num_rows, num_logprobs]`` int64: the likeliest tokens, the first one first."""
+    """``[num_rows, num_logprobs]`` int64: the likeliest tokens, in order."""
     top: Tensor
-    """``[num_rows, num_logprobs]`` float32: theirs."""
+    """``[num_rows, num_logprobs]`` float32: log-probabilities of ``top_tokens``."""
 
     @classmethod
     def empty(cls, tokens: Tensor, num_logprobs: int) -> "TokenLogprobs":
-        """Statistics to be filled in. A row that nothing is predicted for keeps its
-        token of ``tokens`` ``[num_rows]``, which is certain.
+        """Statistics to be filled in. A row without a prediction keeps its token of
+        ``tokens`` ``[num_rows]``, with probability 1.
         """
         top_tokens = tokens[:, None].repeat(1, num_logprobs)
         return cls(
@@ -75,7 +77,7 @@ class TokenLogprobs(_Rows):
 
 @dataclass
 class TokenStatistics(_Rows):
-    """The predicted token of each row, and how sure the model is of it; one entry per
+    """The predicted token of each row, and the model's confidence in it; one entry per
     row.
     """
 
@@ -84,31 +86,31 @@ class TokenStatistics(_Rows):
     probability: Tensor
     """``[num_rows]`` float32: of the predicted token."""
     negative_entropy: Tensor | None
-    """``[num_rows]`` float32: Σ p log(p + 1e-10); None where no policy of the batch
-    asks.
+    """``[num_rows]`` float32: Σ p log(p + 1e-10); None if no policy of the batch needs
+    it.
     """
     margin: Tensor | None
-    """``[num_rows]`` float32: p1 - p2 of the two likeliest tokens; None where no policy
-    of the batch asks.
+    """``[num_rows]`` float32: p1 - p2 of the two likeliest tokens; None if no policy of
+    the batch needs it.
     """
     noise: Tensor | None
-    """``[num_rows]`` float64 uniform in (0, 1), a draw per position; None where no
-    policy of the batch asks.
+    """``[num_rows]`` float64 uniform in (0, 1), a draw per position; None if no policy
+    of the batch needs it.
     """
     logprobs: TokenLogprobs | None = None
-    """None where no request of the batch asks."""
+    """None if no request of the batch reports them."""
     held_back: Tensor | None = None
-    """``[num_rows]`` bool: end tokens that come too early to be unmasked; None where
-    every request allows them.
+    """``[num_rows]`` bool: end tokens that must not be unmasked yet; None if every
+    request allows them.
     """
     written: Tensor | None = None
-    """``[num_rows]`` bool: finished rows whose positions were masked or get another
+    """``[num_rows]`` bool: finished rows whose position was masked or gets another
     token; None before it is known.
     """
 
     def put_last(self, rows: Tensor) -> None:
-        """Make rows, bool ``[num_rows]``, less confident than any other. Their tokens
-        have no probability already.
+        """Make these rows, bool ``[num_rows]``, less confident than all others. The
+        probability of their tokens must be 0 already.
         """
         if self.negative_entropy is not None:
             self.negative_entropy = self.negative_entropy.masked_fill(
@@ -118,9 +120,9 @@ class TokenStatistics(_Rows):
             self.margin = self.margin.masked_fill(rows, -1.0)
 
     def confidence(self, measure: Measure, offsets: Tensor | None = None) -> Tensor:
-        """``[num_rows]``: by which an unmasking policy orders the rows. ``offsets``
-        ``[num_rows]``: numbers that ascend with the position, for a policy that goes by
-        it."""
+        """Values by which an unmasking policy orders the rows, ``[num_rows]``.
+        ``offsets`` ``[num_rows]``: numbers that ascend with the position, for the
+        policy that orders by position."""
         if measure == "position":
             return -required(offsets).float()
         by_measure = {
@@ -132,14 +134,14 @@ class TokenStatistics(_Rows):
 
 
 def required(values: Tensor | None) -> Tensor:
-    """A statistic that a policy of the batch asked for."""
+    """Return a statistic that must be there, because a policy of the batch needs it."""
     assert values is not None
     return values
 
 
 def certainty_density(known: np.ndarray, sigma: float) -> np.ndarray:
-    r"""The certainty prior (d2Cache, arXiv 2509.23094): how much is known near each
-    position of a response of G tokens, float64 ``[gen_length]``.
+    r"""The certainty prior (d2Cache, arXiv 2509.23094): density of known tokens near
+    each position of a response of G tokens, float64 ``[gen_length]``.
 
     With m_j = 1 where token j is ``known`` (bool ``[gen_length]``) and 0 where it is
     masked, m_j = 1 for the G positions before the response and m_j = m_{G-1} for the G
@@ -158,7 +160,9 @@ def certainty_density(known: np.ndarray, sigma: float) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def _weights(size: int, sigma: float) -> np.ndarray:
-    """Weights of all distances within a response of ``size``; an odd number of them."""
+    """Weights of all distances within a response of ``size`` tokens. Their number is
+    odd.
+    """
     distances = np.arange(-3 * size, 3 * size)
     gaussian = np.exp(-(distances**2) / (2 * sigma**2))
     reach = min(2 * size - 1, math.ceil(_REACH * sigma))

@@ -1,4 +1,4 @@
-"""Common part of our workers for all devices."""
+"""Common base of our workers for all devices."""
 
 from dllm_engine.model_executor.model_runner import DiffusionModelRunner
 from dllm_engine.model_executor.probes import masked_logprobs
@@ -20,8 +20,8 @@ class DiffusionWorker:
         """Data-parallel ranks of a dense model do not wait for each other."""
 
     def update_weights(self, update_info: dict | list[dict]) -> None:
-        """A trainer may send some tensors at a time, and need not send those that have
-        not changed.
+        """Load a part of the weights. A trainer may send some tensors at a time, and
+        need not send unchanged ones.
         """
         model = self.model_runner.model
         model.takes_parts = True

@@ -16,15 +16,15 @@ from dllm_engine.model_executor.workers.parent import end_vllm_process_with_pare
 
 
 class DiffusionCPUWorker(DiffusionWorker, CPUWorker):
-    """Differs from vLLM's in the runner that it makes, and in how that is warmed up."""
+    """vLLM's worker with another runner, and its own warm-up."""
 
     def init_device(self) -> None:
         end_vllm_process_with_parent()
-        # Not the inherited one, which names vLLM's runner in its body.
+        # Replaces the inherited method, which names vLLM's runner in its body.
         self.device = torch.device("cpu")
         method = self.distributed_init_method
-        # Rank-local shared memory of vLLM's CPU collectives is found by this name: the
-        # end of a file's path, or a port.
+        # vLLM's CPU collectives find their shared memory by this name: the end of a
+        # file's path, or a port.
         os.environ["VLLM_DIST_IDENT"] = re.split("[/:]", method)[-1]
         init_worker_distributed_environment(
             self.vllm_config,
@@ -37,5 +37,5 @@ class DiffusionCPUWorker(DiffusionWorker, CPUWorker):
         self.model_runner = DiffusionModelRunner(self.vllm_config, self.device)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """There is nothing to compile."""
+        """Do nothing: a CPU needs no compilation."""
         return CompilationTimes(language_model=0.0, encoder=0.0)

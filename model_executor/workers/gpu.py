@@ -16,15 +16,13 @@ from dllm_engine.model_executor.workers.parent import end_vllm_process_with_pare
 
 
 class DiffusionGPUWorker(DiffusionWorker, Worker):
-    """Differs from vLLM\'s in the runner that it makes, and in how that
-    is warmed up.
-    """
+    """vLLM's worker with another runner, and its own warm-up."""
 
     def init_device(self) -> None:
         end_vllm_process_with_parent()
         super().init_device()
-        # For a few rows it chooses products that need no second kernel to add their
-        # parts: 2 % of a step of 32 rows.
+        # For few rows, cuBLASLt chooses products that need no second kernel to add
+        # partial sums. This saves 2 % of a step of 32 rows.
         torch.backends.cuda.preferred_blas_library("cublaslt")
 
     def _make_model_runner(self) -> DiffusionModelRunner:
@@ -38,13 +36,13 @@ class DiffusionGPUWorker(DiffusionWorker, Worker):
             self.load_config.use_tqdm_on_load and is_global_first_rank(),
         )
         if self.model_runner.denoiser.graphs is not None:
-            # vLLM's experts compute in memory that is freed when more is needed. Graphs
-            # would go on to use it.
+            # The workspace of vLLM's experts is freed when a larger one is needed, but
+            # graphs would still use it.
             lock_workspace()
-        freeze_gc_heap()  # what lives now lives as long as the process
+        freeze_gc_heap()  # all current objects live as long as the process
         return CompilationTimes(language_model=time.perf_counter() - start, encoder=0.0)
 
     def shutdown(self) -> None:
         super().shutdown()
-        # It refers to its worker, and would keep weights and pages on the GPU.
+        # The object refers to its worker, and would keep weights and pages on the GPU.
         reset_workspace_manager()

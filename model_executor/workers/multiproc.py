@@ -6,9 +6,7 @@ from dllm_engine.model_executor.workers.parent import end_vllm_process_with_pare
 
 
 class DiffusionMultiprocExecutor(MultiprocExecutor):
-    """Ends with the engine's front end, as an engine's own worker does where it has no
-    other processes.
-    """
+    """vLLM's executor, whose worker processes end with the engine's front end."""
 
     def _init_executor(self) -> None:
         super()._init_executor()

@@ -1,5 +1,5 @@
-"""vLLM's Ray executor for machines without accelerators, where Ray has only CPUs to
-place workers on.
+"""vLLM's Ray executor for machines without accelerators, where Ray places workers on
+CPUs.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
 
 
 class RayCPUWorkerProc(RayWorkerProc):
-    """A worker that Ray gave no accelerator."""
+    """A worker without an accelerator from Ray."""
 
     def get_node_and_physical_gpu_ids(self) -> tuple[str, list[int]]:
         return ray.get_runtime_context().get_node_id(), []
@@ -22,13 +22,13 @@ class RayCPUExecutor(RayExecutorV2):
 
     @staticmethod
     def _get_actor_resource_kwargs() -> dict[str, Any]:
-        # The placement group's bundle holds the CPU; the actor inside it asks for
-        # nothing more.
+        # The placement group's bundle reserves the CPU, so the actor in it needs no
+        # other resource.
         return {}
 
     def _init_executor(self) -> None:
         CpuPlatform.ray_device_key = "CPU"
-        # The inherited method names its actor class in its body.
+        # Replaces the actor class, which the inherited method names in its body.
         stock = ray_executor_v2.RayWorkerProc
         ray_executor_v2.RayWorkerProc = RayCPUWorkerProc
         try:
