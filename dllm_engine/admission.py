@@ -190,12 +190,12 @@ def open_length_rule(
     """
     if DECISION in extra_args:
         return None
-    own = parse_request_options(
+    length_options = parse_request_options(
         {name: x for name, x in extra_args.items() if name in FACTS}
     )
-    check_exclusions(own)
-    options = options_with_defaults(own, engine.request_defaults)
-    return length_rule(own, options, ignore_eos=ignore_eos)
+    check_exclusions(length_options)
+    options = options_with_defaults(length_options, engine.request_defaults)
+    return length_rule(length_options, options, ignore_eos=ignore_eos)
 
 
 def _check_length_chosen(params: SamplingParams, engine: EngineOptions) -> None:

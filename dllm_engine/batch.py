@@ -129,14 +129,17 @@ def answer_lines(
             try:
                 request = BatchRequest.model_validate_json(line.text)
                 fields = {} if request.id is None else {"id": request.id}
-                own = params.clone()
+                line_params = params.clone()
                 if (
-                    own.seed is not None
+                    line_params.seed is not None
                     # Equal prompts get different responses, and a resumed run the same
                     # ones.
                 ):
-                    own.seed += line.index
-                running[_enqueue(llm, request, own, use_chat=use_chat)] = line, fields
+                    line_params.seed += line.index
+                running[_enqueue(llm, request, line_params, use_chat=use_chat)] = (
+                    line,
+                    fields,
+                )
             except (ValueError, VLLMClientError) as error:
                 answers.append((line, fields | {"error": one_line(error)}))
         for output in llm.llm_engine.step() if running else ():

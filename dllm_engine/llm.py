@@ -107,13 +107,15 @@ class LLM(vllm.LLM):
             "cache_options": cache_options or {},
             "request_defaults": request_defaults or {},
         }
-        of_vllm = {
+        vllm_parameters = {
             *inspect.signature(vllm.LLM.__init__).parameters,
             *(field.name for field in fields(EngineArgs)),
         }
-        known = {*_ARGUMENTS, *of_vllm} - {"self", "kwargs"}
-        for name in kwargs.keys() - known:
-            raise ValueError(f"unknown argument {name!r}{did_you_mean(name, known)}")
+        known_names = {*_ARGUMENTS, *vllm_parameters} - {"self", "kwargs"}
+        for name in kwargs.keys() - known_names:
+            raise ValueError(
+                f"unknown argument {name!r}{did_you_mean(name, known_names)}"
+            )
         EngineOptions.parse(options)
         check_device()
         # vLLM loads plugins later, but the check below needs the model's config class.
@@ -233,11 +235,13 @@ class LLM(vllm.LLM):
             request.return_given = False
             opened[number].put(request, template, rank=rank)
             requests.append(request)
-        asked = [
+        filled_prompts = [
             _with_tokens(prompt, each.prompt)
             for prompt, each in zip(prompts, opened, strict=True)
         ]
-        outputs = self._filled([asked[number] for number, _, _ in tried], requests)
+        outputs = self._filled(
+            [filled_prompts[number] for number, _, _ in tried], requests
+        )
         merged: dict[int, vllm.RequestOutput] = {}
         for (number, _, lengths), request, output in zip(
             tried, requests, outputs, strict=True
@@ -251,10 +255,10 @@ class LLM(vllm.LLM):
                         with_given=False,
                     )
                 )
-                own = request.extra_args or {}
-                completion.text = without_edges(completion.text, own)
+                extra_args = request.extra_args or {}
+                completion.text = without_edges(completion.text, extra_args)
                 completion.holes = [
-                    without_edges(next(texts), own) if size else ""
+                    without_edges(next(texts), extra_args) if size else ""
                     for size in opened[number].template.hole_sizes(lengths)
                 ]
                 holes = iter(completion.holes)

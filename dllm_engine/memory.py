@@ -203,8 +203,8 @@ def plan(d: Deployment) -> Sizing:
     for_pass = options.method.cost.num_bytes(rows, longest)
     room = CPU_PAGE_POOL_BYTES + for_pass
     if d.gpu_memory is not None:
-        taken = weights + guide_weights + activations + overhead
-        room = int(d.gpu_memory * d.gpu_memory_utilization) - taken
+        num_bytes = weights + guide_weights + activations + overhead
+        room = int(d.gpu_memory * d.gpu_memory_utilization) - num_bytes
     if d.gpu_memory is not None and room <= for_pass:
         raise ValueError(
             f"--gpu-memory {readable_size(d.gpu_memory)} leaves nothing for pages: "
@@ -274,9 +274,9 @@ def request_demand(
     method = options.method
     section = checkpoint_section(config)
     defaults = {name: section[name] for name in section if name == "block_length"}
-    own = {"block_length": d.block_length} if d.block_length else {}
+    length_options = {"block_length": d.block_length} if d.block_length else {}
     with_defaults = options.model_copy(update={"request_defaults": defaults})
-    params = planned_params(d.response, own)
+    params = planned_params(d.response, length_options)
     spec = resolve_decoding(params, d.prompt, config, with_defaults)
     for_pass = method.cost.num_bytes(d.max_num_batched_tokens, d.max_model_len)
     num_pages = pages_of_pool(room - for_pass, page_bytes)
@@ -306,8 +306,8 @@ def request_demand(
         num_steps += 1
         rows += step_plan.max_rows * method.cost.num_runs(spec, step_plan)
         if step_plan.retained > retained:
-            held = sum(page_demand.held(spec, progress.running)[PageKind.KV])
-            tokens_held = held * geometry.page_size // geometry.num_layers
+            num_kv_pages = sum(page_demand.held(spec, progress.running)[PageKind.KV])
+            tokens_held = num_kv_pages * geometry.page_size // geometry.num_layers
             retained = max(retained, min(step_plan.retained, tokens_held))
     return RequestDemand(
         options.cache_method,
@@ -353,7 +353,7 @@ def canvas_limit(
     ``ValueError`` if out of range.
     """
     canvas = prompt + response
-    most = config.longest_sequence
+    max_positions = config.longest_sequence
     if attention_block := config.family.attention_block:
         canvas += -canvas % (block_length or attention_block)
     elif block_length is not None and not 1 <= block_length <= response:
@@ -361,15 +361,15 @@ def canvas_limit(
             f"--block-length {block_length} is out of range: 1 … {response} "
             f"(--response)"
         )
-    if canvas > most:
+    if canvas > max_positions:
         raise ValueError(
             f"--prompt {prompt} and --response {response} need a canvas of {canvas}, "
-            f"the model has {most} positions; lower one"
+            f"the model has {max_positions} positions; lower one"
         )
-    if max_model_len is not None and not canvas <= max_model_len <= most:
+    if max_model_len is not None and not canvas <= max_model_len <= max_positions:
         raise ValueError(
             f"--max-model-len {max_model_len} is out of range: prompt and response "
-            f"need {canvas}, the model has {most} positions"
+            f"need {canvas}, the model has {max_positions} positions"
         )
     return max_model_len or canvas
 

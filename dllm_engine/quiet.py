@@ -227,10 +227,10 @@ def remember_seconds(text: str, seconds: float) -> None:
     """Keep for the next time how long it took; a home that cannot be written keeps
     nothing.
     """
-    known = _remembered() | {text: round(seconds, 1)}
+    remembered = _remembered() | {text: round(seconds, 1)}
     file = _memory()
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         new = file.with_name(f"{file.name}.{os.getpid()}")
-        new.write_text(json.dumps(known), encoding="utf-8")
+        new.write_text(json.dumps(remembered), encoding="utf-8")
         new.replace(file)

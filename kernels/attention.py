@@ -114,14 +114,14 @@ def choose_backend(
     def attend(
         q: Tensor, k: Tensor, v: Tensor, bounds: list[int], cu_seqlens: Tensor
     ) -> Tensor:
-        most = max(stop - start for start, stop in itertools.pairwise(bounds))
+        max_seqlen = max(stop - start for start, stop in itertools.pairwise(bounds))
         return flash(
             q,
             k,
             v,
-            max_seqlen_q=most,
+            max_seqlen_q=max_seqlen,
             cu_seqlens_q=cu_seqlens,
-            max_seqlen_k=most,
+            max_seqlen_k=max_seqlen,
             cu_seqlens_k=cu_seqlens,
         )
 

@@ -144,8 +144,10 @@ def summed_probabilities(
         tokens = torch.arange(int(head_len[request, 0]))
         numbers = tokens // pages.shape[1]
         places = tokens % pages.shape[1]
-        own = pages[page_tables[request, numbers], places]
-        for probabilities in _probabilities(q[start:stop], own, lse[start:stop]):
+        request_keys = pages[page_tables[request, numbers], places]
+        for probabilities in _probabilities(
+            q[start:stop], request_keys, lse[start:stop]
+        ):
             total[request, : stop - start, : len(tokens)] += probabilities.sum(dim=1)
     return total
 

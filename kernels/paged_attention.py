@@ -169,14 +169,14 @@ def _paged_attention(
             continue
         keys, values, numbers = _retained(request, tokens)
         if attend_fresh:
-            own = tokens.head_len[request, :, None] + torch.arange(
+            fresh_numbers = tokens.head_len[request, :, None] + torch.arange(
                 last - first
             )  # behind the tokens in pages
             keys, values = (
                 torch.cat((x, y[first:last].transpose(0, 1)), 1)
                 for x, y in ((keys, k), (values, v))
             )
-            numbers = torch.cat((numbers, own), 1)
+            numbers = torch.cat((numbers, fresh_numbers), 1)
         sees_all = limits is None and tokens.token_lens is not None
         if sees_all and lse is None and keys.shape[1]:
             out[first:last] = _attend_to_all(q[first:last], keys, values)

@@ -108,13 +108,13 @@ class BatchCandidates:
             np.repeat(np.arange(len(canvases)), batch.sizes) * longest
             + batch.host_positions
         )
-        wanted = requests * longest + predicting
-        rows = np.searchsorted(keys, wanted).clip(max=len(keys) - 1)
+        predicting_keys = requests * longest + predicting
+        rows = np.searchsorted(keys, predicting_keys).clip(max=len(keys) - 1)
         flags = (offsets >= num_fillable) * ONLY_OBSERVED
         columns = np.stack(
             (requests, offsets, positions, positions + canvas_start, rows, flags)
         )
-        columns = columns[:, keys[rows] == wanted]
+        columns = columns[:, keys[rows] == predicting_keys]
         return cls(batch, spans, members, columns, on_device(columns, batch.device))
 
     def of_finished(
@@ -126,16 +126,16 @@ class BatchCandidates:
         number of candidates, and surplus ones come last and are ``UNFINISHED``. So only
         the requests in ``columns`` are right."""
         numbers = np.arange(self.columns.shape[1]) - self.bounds[self.columns[0]]
-        taken = numbers < np.array(num_finished)[self.columns[0]]
+        is_selected = numbers < np.array(num_finished)[self.columns[0]]
         unfinished = ~finished[self.rows]
         # Finished candidates of a request come first, in order.
         ordered = (2 * self.requests + unfinished).sort(stable=True).indices
-        which = ordered[on_device(np.flatnonzero(taken), self.table.device)]
+        order = ordered[on_device(np.flatnonzero(is_selected), self.table.device)]
         selected = replace(
-            self, columns=self.columns[:, taken], table=self.table[:, which]
+            self, columns=self.columns[:, is_selected], table=self.table[:, order]
         )
-        selected.flags |= unfinished[which] * UNFINISHED
-        selected.certainty = None if self.certainty is None else self.certainty[which]
+        selected.flags |= unfinished[order] * UNFINISHED
+        selected.certainty = None if self.certainty is None else self.certainty[order]
         return selected
 
     def of_requests(self, members: Sequence[int]) -> "BatchCandidates":
@@ -197,10 +197,10 @@ class BatchCandidates:
         weights = np.ones(self.columns.shape[1], dtype=np.float32)
         for i, sigma in sigmas.items():
             canvas = self.batch.canvases[i]
-            mine = self.rows_of(i)
+            request_rows = self.rows_of(i)
             start = canvas.layout.prompt_length
-            weights[mine] = certainty_density(canvas.known[start:] >= 0, sigma)[
-                self.columns[2, mine] - start
+            weights[request_rows] = certainty_density(canvas.known[start:] >= 0, sigma)[
+                self.columns[2, request_rows] - start
             ]
         return on_device(weights, self.table.device, torch.float32)
 

@@ -260,13 +260,13 @@ class CanvasStore:
                 self.tokens.new_empty(size),
                 self.masked.new_empty(size),
             )
-            kept = [(canvas.tokens, canvas.masked) for canvas in canvases]
+            contents = [(canvas.tokens, canvas.masked) for canvas in canvases]
         else:
-            kept = [
+            contents = [
                 (canvas.tokens.clone(), canvas.masked.clone()) for canvas in canvases
             ]
         self._begin()
-        for canvas, (tokens, masked) in zip(canvases, kept, strict=True):
+        for canvas, (tokens, masked) in zip(canvases, contents, strict=True):
             self._place(canvas)
             canvas.tokens.copy_(tokens)
             canvas.masked.copy_(masked)

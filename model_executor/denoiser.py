@@ -150,11 +150,11 @@ def _observe(
     asks = any(batch.canvases[i].spec.needs_per_step_output for i in group.members)
     if observe is None and not asks:
         return []
-    for index, positions, own in group.split(statistics):
+    for index, positions, request_statistics in group.split(statistics):
         canvas = batch.canvases[index]
         if observe is not None:
-            observe(index, positions, own)
-        _record(canvas, positions, own)
+            observe(index, positions, request_statistics)
+        _record(canvas, positions, request_statistics)
         if (guidance := canvas.spec.guidance) is not None:
             drafted = slice(guidance.speculation_length)
             draft = Draft(
@@ -162,8 +162,8 @@ def _observe(
                 batch.request_ids[index],
                 canvas,
                 positions[drafted].tolist(),
-                own.token[drafted].tolist(),
-                own.probability[drafted].tolist(),
+                request_statistics.token[drafted].tolist(),
+                request_statistics.probability[drafted].tolist(),
             )
             drafts.append(draft)
     return drafts
@@ -179,11 +179,11 @@ def select_guided(draft: Draft, *, first_needed: bool) -> dict[int, int]:
     # The guide's token is not used if it is an end token before a given token (a draft
     # never is), or with a constraint, which it may violate.
     guided = [
-        own
+        drafted_token
         if spec.text.is_constrained
         or (token in spec.ends.tokens and position < spec.layout.last_given)
         else token
-        for token, own, position in zip(
+        for token, drafted_token, position in zip(
             draft.guided, drafted, draft.positions, strict=True
         )
     ]
@@ -240,19 +240,19 @@ def _record(canvas: Canvas, positions: Tensor, statistics: TokenStatistics) -> N
     keeps the statistics of the step that wrote its token."""
     written = required(statistics.written)
 
-    def keep(kept: Tensor, made: Tensor) -> None:
+    def keep(kept: Tensor, new: Tensor) -> None:
         kept[positions] = torch.where(
-            written.view(-1, *[1] * (made.dim() - 1)), made, kept[positions]
+            written.view(-1, *[1] * (new.dim() - 1)), new, kept[positions]
         )
 
     if canvas.confidences is not None:
         keep(canvas.confidences, statistics.probability)
     kept = canvas.logprobs
-    made = statistics.logprobs
-    if kept is None or made is None:
+    new = statistics.logprobs
+    if kept is None or new is None:
         return
-    wanted = kept.top.shape[1]
-    keep(kept.token, made.token)
-    keep(kept.rank, made.rank)
-    keep(kept.top_tokens, made.top_tokens[:, :wanted])
-    keep(kept.top, made.top[:, :wanted])
+    num_logprobs = kept.top.shape[1]
+    keep(kept.token, new.token)
+    keep(kept.rank, new.rank)
+    keep(kept.top_tokens, new.top_tokens[:, :num_logprobs])
+    keep(kept.top, new.top[:, :num_logprobs])

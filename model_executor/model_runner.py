@@ -396,7 +396,7 @@ class DiffusionModelRunner:
             results.append(step_results)
             failures |= step_failures
         outcomes, answers = outcomes_of(
-            filled, len(batch.plans), layer_pass.asked(results[-1])
+            filled, len(batch.plans), layer_pass.tensors_to_read(results[-1])
         )
         run = StepsRun(steps, outcomes, results, answers)
         reporter = Reporter(

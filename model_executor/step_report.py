@@ -34,8 +34,8 @@ class StepsRun(NamedTuple):
     """One per step."""
     results: list[Results]
     """Results of the layer pass, one per step."""
-    answers: list[np.ndarray]
-    """Host copies of the tensors that the layer pass ``asked`` for after the last step.
+    arrays: list[np.ndarray]
+    """Host copies of the tensors that the layer pass ``tensors_to_read`` for after the last step.
     """
 
 
@@ -108,7 +108,7 @@ class Reporter:
                 f"forward pass {number} unmasked no token, although it has to",
             )
         ends = spec.ends.early_stop and canvas.give_up_behind_end()
-        kv_slots = layer_pass.take_answers(index, results, self.run.answers)
+        kv_slots = layer_pass.take_read_tensors(index, results, self.run.arrays)
         masked = canvas.masked_per_block(plan.window)
         still_revises = revises(plan, spec, sum(masked), len(edited))
         sent = canvas.take_sendable(
@@ -194,9 +194,9 @@ def _commits(canvas: Canvas, sent: np.ndarray) -> Commits:
 
 def _shown(canvas: Canvas, window: Span, mask_token_id: int) -> ShownWindow:
     start = canvas.layout.prompt_length
-    here = slice(window.start, min(window.stop, canvas.layout.response_span.stop))
-    known = canvas.known[here]
-    confidences = required(canvas.confidences)[here].tolist()
+    positions = slice(window.start, min(window.stop, canvas.layout.response_span.stop))
+    known = canvas.known[positions]
+    confidences = required(canvas.confidences)[positions].tolist()
     return ShownWindow(
         start=window.start - start,
         sent=canvas.sent - start,

@@ -34,18 +34,24 @@ def steps_known_ahead(
     last steps.
     """
     yield plans
-    most = float(num_steps)
+    max_steps = float(num_steps)
     for request_id, first in plans.items():
-        own = progress[request_id]
+        request_progress = progress[request_id]
         spec = specs[request_id]
         if not _is_known_ahead(first, spec):
             return
         if not fills_fixed_count(first, spec):
-            if not may_idle or not _depends_on_no_count(first, own, spec, plan):
+            if not may_idle or not _depends_on_no_count(
+                first, request_progress, spec, plan
+            ):
                 return
             # Half of the steps that the block would take at the pace of its last step,
             # so that few of them have nothing to do.
-            most = min(most, own.num_masked / (2 * max(own.last_unmasked, 1)))
+            max_steps = min(
+                max_steps,
+                request_progress.num_masked
+                / (2 * max(request_progress.last_unmasked, 1)),
+            )
     ahead = {request_id: replace(progress[request_id]) for request_id in plans}
     # Progress of requests whose steps may fill fewer positions than planned, if the
     # steps fill none.
@@ -55,7 +61,7 @@ def steps_known_ahead(
         if first.quota.may_fall_short or specs[i].ends.delay_eos
     }
     last_plans = plans
-    for _ in range(1, math.ceil(most)):
+    for _ in range(1, math.ceil(max_steps)):
         for request_id, last in last_plans.items():
             count = (
                 last.quota.count if fills_fixed_count(last, specs[request_id]) else 1
@@ -147,9 +153,12 @@ def does_same_work(plan: StepPlan, other: StepPlan) -> bool:
     """
     if plan.span != other.span:  # finds most differences, and is cheap
         return False
-    theirs = other.quota
+    other_quota = other.quota
     quota = replace(
-        plan.quota, count=theirs.count, ratio=theirs.ratio, left=theirs.left
+        plan.quota,
+        count=other_quota.count,
+        ratio=other_quota.ratio,
+        left=other_quota.left,
     )
-    alike = replace(plan, quota=quota, forward=other.forward) == other
-    return alike and bool(plan.quota.count) == bool(other.quota.count)
+    same = replace(plan, quota=quota, forward=other.forward) == other
+    return same and bool(plan.quota.count) == bool(other.quota.count)

@@ -194,23 +194,23 @@ class TokenPredictor:
         return parts[0] if len(parts) == 1 else TokenStatistics.concatenated(parts)
 
     def logprobs_at(
-        self, hidden: Tensor, asked: Sequence[tuple[slice, Tensor]]
+        self, hidden: Tensor, pairs: Sequence[tuple[slice, Tensor]]
     ) -> list[Tensor]:
         """Log-probabilities of tokens at rows under the plain softmax of the rows'
         logits, for each pair of rows and tokens (int64 ``[num_tokens]``): float32
         ``[num_rows, num_tokens]``.
         """
-        parts: list[list[Tensor]] = [[] for _ in asked]
+        parts: list[list[Tensor]] = [[] for _ in pairs]
         for chunk in self._chunks(hidden):
             shard = self.compute_logits(hidden[chunk])
             totals = log_totals(shard[0], self.tp_group)
             numbers = torch.arange(len(totals), device=totals.device)
-            for part, (rows, tokens) in zip(parts, asked, strict=True):
-                own = numbers[
+            for part, (rows, tokens) in zip(parts, pairs, strict=True):
+                chunk_rows = numbers[
                     max(rows.start - chunk.start, 0) : max(rows.stop - chunk.start, 0)
                 ]
-                values = logits_at(shard, own[:, None], tokens, self.tp_group)
-                part.append(values - totals[own, None])
+                values = logits_at(shard, chunk_rows[:, None], tokens, self.tp_group)
+                part.append(values - totals[chunk_rows, None])
         return [torch.cat(part) for part in parts]
 
     def logprobs_of(self, hidden: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
@@ -224,12 +224,15 @@ class TokenPredictor:
             totals = log_totals(shard[0], self.tp_group)
             largest = gather_from_ranks(shard[0].amax(dim=-1).float(), self.tp_group)
             likeliest = largest.amax(dim=0) - totals
-            (own,) = ((rows >= chunk.start) & (rows < chunk.stop)).nonzero(
+            (in_chunk,) = ((rows >= chunk.start) & (rows < chunk.stop)).nonzero(
                 as_tuple=True
             )
-            here = rows[own] - chunk.start
-            asked = logits_at(shard, here, tokens[own], self.tp_group) - totals[here]
-            logprobs[:, own] = torch.stack([asked, likeliest[here]])
+            chunk_rows = rows[in_chunk] - chunk.start
+            token_logprobs = (
+                logits_at(shard, chunk_rows, tokens[in_chunk], self.tp_group)
+                - totals[chunk_rows]
+            )
+            logprobs[:, in_chunk] = torch.stack([token_logprobs, likeliest[chunk_rows]])
         return logprobs
 
     def _chunks(self, hidden: Tensor, least_rows: int = LEAST_ROWS) -> list[slice]:
@@ -424,11 +427,11 @@ class _Chunk:
                 )
             )
         if num_logprobs is not None:
-            known = (
+            known_total = (
                 log_total if measured is self.logits and not self.is_biased else None
             )
             result.logprobs = token_logprobs(
-                self.plain, token, num_logprobs, self.tp_group, known
+                self.plain, token, num_logprobs, self.tp_group, known_total
             )
         return result
 

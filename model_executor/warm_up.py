@@ -110,9 +110,13 @@ class WarmUp:
             ):
                 graphs.forwards.get(size)
             for filling in list(graphs.fillings.graphs):
-                most = min(self.max_requests * filling.width, recording.MAX_ROWS)
+                max_candidates = min(
+                    self.max_requests * filling.width, recording.MAX_ROWS
+                )
                 for number in sorted(
-                    filter(None, set(map(recording.padded, range(1, most + 1))))
+                    filter(
+                        None, set(map(recording.padded, range(1, max_candidates + 1)))
+                    )
                 ):
                     graphs.fillings.get(filling._replace(num_candidates=number))
             problem = graphs.problem(MAX_ERROR[runner.model_config.dtype])
@@ -137,7 +141,7 @@ class WarmUp:
         once."""
         sizes = set()
         for size in [size for size in graphs.forwards.graphs if size.reads]:
-            most = (
+            max_rows = (
                 recording.HOST_BOUND_ROWS
                 if size.adds or size.overwrites
                 else recording.MAX_ROWS
@@ -148,7 +152,7 @@ class WarmUp:
                 least = number * size.longest // (2 if size.adds else 1)
                 rows = range(least, number * size.longest + 1, size.longest // 2)
                 for num_rows in set(map(recording.padded, rows)):
-                    if num_rows is not None and num_rows <= most:
+                    if num_rows is not None and num_rows <= max_rows:
                         sizes.add(
                             size._replace(
                                 num_requests=recording.padded_requests(number),

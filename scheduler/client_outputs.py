@@ -32,15 +32,15 @@ class ClientOutputs:
         """Take all outputs, by client. One client gets ``stats``, also when no client
         has output.
         """
-        taken = {
+        messages = {
             client: EngineCoreOutputs(outputs=outputs)
             for client, outputs in self._outputs.items()
         }
         for client, ids in self._ended.items():
-            taken.setdefault(client, EngineCoreOutputs()).finished_requests = ids
+            messages.setdefault(client, EngineCoreOutputs()).finished_requests = ids
         if stats is not None:
-            client = next(iter(taken), 0)
-            taken.setdefault(client, EngineCoreOutputs()).scheduler_stats = stats
+            client = next(iter(messages), 0)
+            messages.setdefault(client, EngineCoreOutputs()).scheduler_stats = stats
         self._outputs.clear()
         self._ended.clear()
-        return taken
+        return messages

@@ -91,11 +91,11 @@ class CacheMethod:
         """
         papers = self.options.paper_settings
         name = own_name(model)
-        by_part = papers.get(family.name, {"": {}})
-        told = next(
-            (part for part in by_part if not part or has_word(name, part)), None
+        settings = papers.get(family.name, {"": {}})
+        word = next(
+            (part for part in settings if not part or has_word(name, part)), None
         )
-        return told is not None, by_part[[*by_part][-1] if told is None else told]
+        return word is not None, settings[[*settings][-1] if word is None else word]
 
     def serves(self, spec: DecodingSpec) -> bool:
         """Return True if the method serves a request. What only approximates does not
@@ -123,11 +123,11 @@ class CacheMethod:
         while progress.num_unmasked < spec.layout.num_masks:
             plan = self.next_step(spec, progress)
             yield plan, progress
-            filled = left = min(plan.quota.count, progress.num_masked)
+            filled = remaining = min(plan.quota.count, progress.num_masked)
             masked = []
             for masks in progress.masked:
-                masked.append(max(masks - left, 0))
-                left = max(left - masks, 0)
+                masked.append(max(masks - remaining, 0))
+                remaining = max(remaining - masks, 0)
             progress.revises = revises(plan, spec, sum(masked), 0)
             progress.advance(spec, filled, masked, retained=plan.retained)
 

@@ -20,12 +20,12 @@ class PageDemand:
         """Pages that a request holds while ``running`` run, including those of the
         guide.
         """
-        own: PageCounts = {}
+        counts: PageCounts = {}
         if self.method.pages is not None and self.method.serves(spec):
-            own = self.method.pages(spec, running, self.geometry)
+            counts = self.method.pages(spec, running, self.geometry)
         elif spec.num_sharable:
-            own = self.geometry.uniform(spec.num_sharable)
-        return own | self.guide(spec)
+            counts = self.geometry.uniform(spec.num_sharable)
+        return counts | self.guide(spec)
 
     def guide(self, spec: DecodingSpec) -> PageCounts:
         """Pages of the guide for a request, reserved for its whole life. The guide

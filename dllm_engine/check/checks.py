@@ -119,9 +119,11 @@ def answer_checks(device: str) -> Iterator[Check]:
 
 def _compare_answers(method: str, **settings: Any) -> tuple[float, float]:
     """The number of answers that differ; none may."""
-    found = answers_of(method, **settings)
+    answers = answers_of(method, **settings)
     stored = json.loads(ANSWERS.read_text())[method]
-    return sum(answer != right for answer, right in zip(found, stored, strict=True)), 0
+    return sum(
+        answer != right for answer, right in zip(answers, stored, strict=True)
+    ), 0
 
 
 def answers_of(method: str, **settings: Any) -> list[list[Any]]:
@@ -176,13 +178,13 @@ def outcome_of(name: str, case: str, run: Run) -> dict[str, Any]:
     except Exception as raised:
         reason = f"{type(raised).__name__}: {one_line(raised)}"
         trace = "".join(traceback.format_exception(raised))
-    found = {
+    outcome = {
         "name": name,
         "case": case,
         "result": OK if error <= bound else FAILED,
         "error": error,
     }
-    return found | {
+    return outcome | {
         "bound": bound,
         "seconds": time.perf_counter() - start,
         "reason": reason,

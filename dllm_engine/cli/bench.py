@@ -124,16 +124,16 @@ def run(args: argparse.Namespace) -> int:
         ("max_num_batched_tokens", at_once * args.max_model_len),
         *args.engine_arg,
     ]
-    asked = combinations(args, at_once)
+    combined = combinations(args, at_once)
     if args.shared_prompt is not None:
-        asked = with_and_without_sharing(args, asked)
+        combined = with_and_without_sharing(args, combined)
     start = (
         (lambda arguments: random_engine(**arguments))
         if is_named_shape(args.model)
         else load
     )
     with Comparison(args.output, args.command, subject_of(args), start) as comparison:
-        comparison.add(asked, workloads)
+        comparison.add(combined, workloads)
         try:
             comparison.run()
         finally:
@@ -169,7 +169,7 @@ def shared_workloads(args: argparse.Namespace) -> list[Workload]:
 
 
 def with_and_without_sharing(
-    args: argparse.Namespace, asked: Sequence[Combination]
+    args: argparse.Namespace, combined: Sequence[Combination]
 ) -> list[Combination]:
     """Each combination without shared pages, and with them where its method has
     some.
@@ -178,7 +178,7 @@ def with_and_without_sharing(
     shares = {"share_prompts": True} if not by_blocks else {}
     without = {"share_prompts": False, "anchor_tokens": 0}
     made = []
-    for each in asked:
+    for each in combined:
         method = CACHE_METHODS[each.engine["cache_method"]]
         plain = each.engine | without | {"enable_prefix_caching": False}
         made.append(replace(each, engine=plain))

@@ -69,30 +69,30 @@ def run(args: argparse.Namespace) -> int:
         except EOFError:
             print(end="\n" if on_terminal else "")
             return 0
-        said = line.strip()
-        if said == "/exit":
+        message = line.strip()
+        if message == "/exit":
             return 0
-        if said == "/help":
+        if message == "/help":
             print(HELP)
-        elif said == "/clear":
+        elif message == "/clear":
             messages.clear()
         elif re.match(r"/\w*(\s|$)", line):
             hint = "; a message that begins with such a word needs a space before it"
             print(
-                f"dllm: error: {said} is unknown{choices(said, COMMANDS)}{hint}",
+                f"dllm: error: {message} is unknown{choices(message, COMMANDS)}{hint}",
                 file=sys.stderr,
             )
-        elif not is_text(said):
+        elif not is_text(message):
             print(
                 "dllm: error: the message is not UTF-8; send it in that encoding",
                 file=sys.stderr,
             )
-        elif said:
-            answer(said, messages, llm, params, on_terminal=on_terminal)
+        elif message:
+            answer(message, messages, llm, params, on_terminal=on_terminal)
 
 
 def answer(
-    said: str,
+    text: str,
     messages: list[Message],
     llm: "LLM",
     params: "DiffusionParams",
@@ -105,8 +105,8 @@ def answer(
 
     from dllm_engine.lengths.requests import with_lengths
 
-    asked = [*messages, Message(role="user", content=said)]
-    tokens = prompt_tokens(asked, llm.get_tokenizer())
+    conversation = [*messages, Message(role="user", content=text)]
+    tokens = prompt_tokens(conversation, llm.get_tokenizer())
     prompt = {"prompt_token_ids": tokens}
     try:
         (settled,) = with_lengths(llm, [prompt], [params])
@@ -115,7 +115,7 @@ def answer(
         hint = "; /clear forgets the conversation so far" if messages else ""
         print(f"dllm: error: {one_line(error)}{hint}", file=sys.stderr)
         return
-    completion = _completion(llm, request_id, said if on_terminal else None)
+    completion = _completion(llm, request_id, text if on_terminal else None)
     if completion is None:
         print("(stopped)")
     elif "error" in (ended := outcome(completion)):
@@ -125,7 +125,10 @@ def answer(
             _printable(completion.text) if on_terminal else completion.text.strip(),
             flush=True,
         )
-        messages[:] = [*asked, Message(role="assistant", content=completion.text)]
+        messages[:] = [
+            *conversation,
+            Message(role="assistant", content=completion.text),
+        ]
 
 
 def _completion(llm: "LLM", request_id: str, drawn_after: str | None) -> Any:

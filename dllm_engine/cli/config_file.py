@@ -128,9 +128,11 @@ def _vllm_words(
     names = serve_options()
     for name in options:
         if names and not is_option(name.partition(".")[0], names):
-            own = [word.removeprefix("--") for word in parser._option_string_actions]
+            vllm_names = [
+                word.removeprefix("--") for word in parser._option_string_actions
+            ]
             raise ValueError(
-                f"{path}: key {name!r} is unknown{did_you_mean(name, [*own, *names])}"
+                f"{path}: key {name!r} is unknown{did_you_mean(name, [*vllm_names, *names])}"
             )
     words: list[str] = []
     for name, value in options.items():

@@ -77,24 +77,24 @@ apart, or change nothing.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    asked = parser.add_mutually_exclusive_group()
-    add_own_task_arguments(parser, asked)
+    sources = parser.add_mutually_exclusive_group()
+    add_own_task_arguments(parser, sources)
     add_value(
-        asked,
+        sources,
         "--lm-eval",
         str,
         "TASK,…",
         "tasks or groups of lm_eval by name, or YAML files",
     )
     add_value(
-        asked,
+        sources,
         "--paper-task",
         str,
         "BENCHMARK,…",
         "gsm8k, …, with the lengths and shots of a paper",
     )
     add_value(
-        asked,
+        sources,
         "--paper-table",
         str,
         "PAPER/TABLE",
@@ -220,21 +220,21 @@ def add_comparison_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.paper_table is not None:
-        asked = paper_table(args.paper_table)
-        args.paper = asked["paper"]
-        args.paper_task = asked["benchmarks"]
+        paper_rows = paper_table(args.paper_table)
+        args.paper = paper_rows["paper"]
+        args.paper_task = paper_rows["benchmarks"]
         args.tasks = None
-        args.methods = args.methods or asked["methods"]
-        args.unmasking_rules = args.unmasking_rules or asked["rules"]
+        args.methods = args.methods or paper_rows["methods"]
+        args.unmasking_rules = args.unmasking_rules or paper_rows["rules"]
     plot = plot_beside(args.output)
     tasks = tasks_of(args)
-    wanted = combinations(args, args.batch)
+    combined = combinations(args, args.batch)
     for task in tasks:
         if isinstance(task, HarnessTask):
             # Before a model is loaded: the data is what is missing most often.
             task.check()
     with Comparison(args.output, args.command, subject_of(args), load) as comparison:
-        comparison.add(wanted, tasks)
+        comparison.add(combined, tasks)
         try:
             comparison.run()
         finally:
@@ -256,12 +256,12 @@ def tasks_of(args: argparse.Namespace) -> list[Task]:
         tasks = [HarnessTask(name) for name in args.lm_eval.split(",")]
     else:
         tasks = tasks_of_papers(args.model, args.paper_task.split(","), args.paper)
-    own = given(args, (field.name for field in fields(HarnessTask)))
+    settings = given(args, (field.name for field in fields(HarnessTask)))
     return [
         replace(
             task,
             with_chat_template=task.with_chat_template and args.chat_template,
-            **own,
+            **settings,
         )
         for task in tasks
     ]
@@ -293,15 +293,15 @@ def combinations(args: argparse.Namespace, batch: int | None) -> list[Combinatio
     ):
         for rule in split_names(args.unmasking_rules or "one"):
             guide, decoding = parse_rule(rule)
-            own = {
+            method_arguments = {
                 "cache_method": method,
                 "cache_options": options,
                 "guide_model": guide,
             }
-            EngineOptions.parse(own)
+            EngineOptions.parse(method_arguments)
             decoding = with_limit(given(args, DECODING) | decoding)
             DiffusionParams(**decoding)
-            engine = shared | own | dict(args.engine_arg)
+            engine = shared | method_arguments | dict(args.engine_arg)
             made.append(
                 Combination(method_text(method, options), rule, engine, decoding)
             )

@@ -51,9 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    asked = given(args, Deployment.model_fields) | {"options": engine_options(args)}
+    settings = given(args, Deployment.model_fields) | {"options": engine_options(args)}
     try:
-        deployment = Deployment(**asked)
+        deployment = Deployment(**settings)
     except ValidationError as error:
         raise ValueError(explain(error, "argument")) from None
     sizing = plan(deployment)

@@ -130,8 +130,8 @@ def vllm_arguments(args: argparse.Namespace) -> list[str]:
             f"{ADDITIONAL_CONFIG}.NAME cannot be given beside options of this command, "
             f"which it would replace; give {ADDITIONAL_CONFIG} as JSON"
         )
-    own = [ADDITIONAL_CONFIG, json.dumps(additional)] if additional else []
-    return ["serve", *model, *own, *args.unknown]
+    config_words = [ADDITIONAL_CONFIG, json.dumps(additional)] if additional else []
+    return ["serve", *model, *config_words, *args.unknown]
 
 
 def merged_config(args: argparse.Namespace) -> dict[str, Any]:

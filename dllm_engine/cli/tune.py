@@ -123,9 +123,9 @@ def run(args: argparse.Namespace) -> int:
     }
     methods = None if args.methods in (None, "all") else args.methods.split(",")
     page_size = engine.get("page_size", EngineOptions().page_size)
-    alike = tasks.shared_part(page_size) >= LEAST_SHARED_PART
+    shares_beginning = tasks.shared_part(page_size) >= LEAST_SHARED_PART
     space = tuning.space_of(
-        args.model, methods, _rules(args), decoding, begin_alike=alike
+        args.model, methods, _rules(args), decoding, begin_alike=shares_beginning
     )
     with Comparison(args.output, "tune", subject, load) as comparison:
         search = tuning.Search(

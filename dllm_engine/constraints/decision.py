@@ -43,13 +43,13 @@ class Decision:
         """The response before the first pass, with None for each mask."""
         positions, edges = self.graph.placed_edges()
         firsts = np.flatnonzero(np.diff(positions, prepend=-1))
-        least, most = (
+        lowest, highest = (
             of.reduceat(edges["token"], firsts).tolist()
             for of in (np.minimum, np.maximum)
         )
         return tuple(
             token if token == other else None
-            for token, other in zip(least, most, strict=True)
+            for token, other in zip(lowest, highest, strict=True)
         )
 
     @property

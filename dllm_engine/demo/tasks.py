@@ -92,14 +92,14 @@ def make_examples(
     rng = random.Random(f"{task} {seed}")
     if task == "chat":
         return [Example(*rng.choice(CHAT_LINES)) for _ in range(count)]
-    fewest, most = pairs or (2, MAX_PAIRS[task])
+    min_pairs, max_pairs = pairs or (2, MAX_PAIRS[task])
     if task in LIST_TASKS:
         return [
-            _list_example(task, rng, rng.randint(fewest, most), filler)
+            _list_example(task, rng, rng.randint(min_pairs, max_pairs), filler)
             for _ in range(count)
         ]
     return [
-        _recall_example(task, rng, rng.randint(fewest, most), asked, filler)
+        _recall_example(task, rng, rng.randint(min_pairs, max_pairs), asked, filler)
         for _ in range(count)
     ]
 

@@ -78,7 +78,9 @@ class SharedWorkload(Workload):
     def requests(self, llm: "LLM", decoding: dict[str, Any]) -> list[Request]:
         requests = super().requests(llm, decoding)
         beginning = requests[0][0][: self.shared]
-        return [(beginning + own[self.shared :], params) for own, params in requests]
+        return [
+            (beginning + prompt[self.shared :], params) for prompt, params in requests
+        ]
 
 
 class SecondRequest(SharedWorkload):

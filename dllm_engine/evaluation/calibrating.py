@@ -94,10 +94,14 @@ def measure(
             part = questions[len(measured) : len(measured) + _AT_ONCE]
             plain = _readings(asking, ask, part)
             rotated = _readings(asking, ask, [_rotated(each) for each in part])
-            for labelled, own, other in zip(part, plain, rotated, strict=True):
+            for labelled, reading, rotated_reading in zip(
+                part, plain, rotated, strict=True
+            ):
                 if labelled.question.kind == "choice":
-                    other = Readings(*(_rotated_back(each) for each in other))
-                measured.append(Measured(own, other))
+                    rotated_reading = Readings(
+                        *(_rotated_back(each) for each in rotated_reading)
+                    )
+                measured.append(Measured(reading, rotated_reading))
             replace_output(path, json.dumps({"digest": digest, "readings": measured}))
             bar.update(len(part))
     return measured
@@ -125,10 +129,12 @@ def _readings(
     ask: Callable[[list[Row]], Iterable[Any]],
     labelled: Sequence[LabelledQuestion],
 ) -> list[Readings]:
-    asked = [asking.rows(each.messages, [each.question], False) for each in labelled]
-    outputs = iter(ask([row for rows in asked for row in rows]))
+    row_groups = [
+        asking.rows(each.messages, [each.question], False) for each in labelled
+    ]
+    outputs = iter(ask([row for rows in row_groups for row in rows]))
     readings = []
-    for rows in asked:
+    for rows in row_groups:
         decisions = [next(outputs).outputs[0].diffusion.decision for _ in rows]
         read, _ = readings_of(rows, decisions)
         readings.append(read.get(0, Readings([[1.0]], [[1.0]])))  # of one option
@@ -168,9 +174,9 @@ def fit(
 
     corrections = {}
     for kind in KINDS:
-        own, others = of_kind(fitted_on, kind), of_kind(held_back, kind)
-        if len(own) >= LEAST_QUESTIONS and others:
-            correction = _best_correction(answered(own), answered(others))
+        fitting, others = of_kind(fitted_on, kind), of_kind(held_back, kind)
+        if len(fitting) >= LEAST_QUESTIONS and others:
+            correction = _best_correction(answered(fitting), answered(others))
             if correction != Correction():
                 corrections[kind] = correction
     groups = {kind: of_kind(held_back, kind) for kind in KINDS} | {ALL: held_back}
@@ -194,26 +200,26 @@ def _judged(
     measured: Sequence[Measured],
 ) -> Judged:
     shares, flipped = [], []
-    for labelled, own in zip(questions, measured, strict=True):
+    for labelled, result in zip(questions, measured, strict=True):
         correction = calibration.of(labelled.question.kind)
-        shares.append(correction.applied(own.plain))
+        shares.append(correction.applied(result.plain))
         if labelled.question.kind == "choice":
-            rotated = correction.applied(own.rotated)
+            rotated = correction.applied(result.rotated)
             flipped.append(np.argmax(shares[-1]) != np.argmax(rotated))
     scores = scores_of(shares, [each.answer for each in questions])
     return Judged(scores, float(np.mean(flipped)) if flipped else None)
 
 
 def _best_correction(
-    own: Sequence[tuple[Readings, int]], held_back: Sequence[tuple[Readings, int]]
+    fitting: Sequence[tuple[Readings, int]], held_back: Sequence[tuple[Readings, int]]
 ) -> Correction:
     """The correction with which the right options are most probable in ``held_back``,
-    at temperatures that are fitted on the readings and answers of ``own``.
+    at temperatures that are fitted on the readings and answers of ``fitting``.
     """
     best, least = Correction(), _log_loss(Correction(), held_back)
     for orders in (1, MOST_ORDERS):
         for has_prior in (False, True):
-            correction = _fitted(Correction(1.0, orders, has_prior), own)
+            correction = _fitted(Correction(1.0, orders, has_prior), fitting)
             loss = _log_loss(correction, held_back)
             margin = WORTH_ITS_ROWS if orders > 1 or has_prior else LEAST_GAIN
             if loss < least - margin:

@@ -114,13 +114,13 @@ class Task(ABC):
         is_guided = combination.engine.get("guide_model") is not None
         if is_guided and self.guided is not None:
             return self.guided | combination.decoding
-        own = dict(self.decoding)
+        decoding = dict(self.decoding)
         if is_guided or combination.decoding.keys() & {
             "tokens_per_step",
             "steps_per_block",
         }:
-            own.pop("steps", None)
-        return own | combination.decoding
+            decoding.pop("steps", None)
+        return decoding | combination.decoding
 
 
 @dataclass
@@ -255,8 +255,8 @@ class Comparison(AbstractContextManager["Comparison"]):
     @property
     def missing(self) -> list[Row]:
         """Rows that were asked for and not measured, though they may be."""
-        asked = (self._rows[key] for key in self._tasks if key not in self.errors)
-        return [row for row in asked if not row.is_measured]
+        rows = (self._rows[key] for key in self._tasks if key not in self.errors)
+        return [row for row in rows if not row.is_measured]
 
     @property
     def scored(self) -> list[Row]:

@@ -67,7 +67,7 @@ class HarnessTask(Task):
 
         from dllm_engine.evaluation.lm_eval_model import DiffusionLM
 
-        own = {
+        settings = {
             "max_prompt_tokens": self.max_prompt_tokens,
             "add_bos_token": self.add_bos_token,
             "mc_num": self.mc_num,
@@ -79,7 +79,7 @@ class HarnessTask(Task):
                 "1"  # the same consent, for the library that runs the code
             )
         results: dict[str, Any] = lm_eval.simple_evaluate(
-            DiffusionLM(engine.llm, answer=engine.complete, **own | decoding),
+            DiffusionLM(engine.llm, answer=engine.complete, **settings | decoding),
             tasks=[self.name],
             limit=self.count,
             num_fewshot=self.num_fewshot,

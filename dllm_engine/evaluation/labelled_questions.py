@@ -166,9 +166,9 @@ class QuestionTask(Task):
         completions, _ = engine.complete(requests)
         results = iter(completions)
         shares, masses = [], []
-        for each, own in zip(self.questions, rows, strict=True):
-            decisions = [next(results).diffusion.decision for _ in own]
-            (answer,) = asking.answers([each.question], own, decisions)
+        for each, question_rows in zip(self.questions, rows, strict=True):
+            decisions = [next(results).diffusion.decision for _ in question_rows]
+            (answer,) = asking.answers([each.question], question_rows, decisions)
             shares.append(np.array(answer.probabilities))
             masses.append(answer.label_mass)
         scores = scores_of(shares, [each.answer for each in self.questions])

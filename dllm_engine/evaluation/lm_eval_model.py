@@ -80,8 +80,8 @@ class DiffusionLM(TemplateLM):
     ) -> None:
         super().__init__()
         names = [field.name for field in fields(HarnessSettings)]
-        own = {name: options.pop(name) for name in names if name in options}
-        self.settings = settings = HarnessSettings(**own)
+        setting_values = {name: options.pop(name) for name in names if name in options}
+        self.settings = settings = HarnessSettings(**setting_values)
         if pretrained == "":
             raise ValueError(
                 "model_args names no model; add pretrained=… (a folder, a name, or "
@@ -163,7 +163,7 @@ class DiffusionLM(TemplateLM):
     ) -> list[str]:
         """Responses, without the stop string that ended them."""
         times: Counter[int] = Counter()
-        asked = []
+        prompts_and_params = []
         for request in requests:
             context, options = request.args
             params = self._params(options)
@@ -172,10 +172,10 @@ class DiffusionLM(TemplateLM):
                     id(request)
                 ]  # a task that repeats its requests wants different responses
                 times[id(request)] += 1
-            asked.append(
+            prompts_and_params.append(
                 (self._fit(self.tok_encode(context), params.max_tokens or 1), params)
             )
-        completions, _ = self.answer(asked)
+        completions, _ = self.answer(prompts_and_params)
         for request, completion in zip(requests, completions, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, completion.text)
         return [completion.text for completion in completions]
@@ -258,19 +258,20 @@ class DiffusionLM(TemplateLM):
         """True for each continuation that is the model's own, unmasked one token per
         step in one block.
         """
-        asked = [
+        generated_lengths = [
             (prompt, len(continuation))
             for prompt, continuation in pairs
             if continuation
         ]
-        prompts = [{"prompt_token_ids": prompt} for prompt, _ in asked]
+        prompts = [{"prompt_token_ids": prompt} for prompt, _ in generated_lengths]
         params = [
             DiffusionParams(gen_length=n, block_length=n, steps=n, ignore_eos=True)
-            for _, n in asked
+            for _, n in generated_lengths
         ]
-        own = iter(self.llm.generate(prompts, params, use_tqdm=use_tqdm))
+        responses = iter(self.llm.generate(prompts, params, use_tqdm=use_tqdm))
         return [
-            not continuation or list(next(own).outputs[0].token_ids) == continuation
+            not continuation
+            or list(next(responses).outputs[0].token_ids) == continuation
             for _, continuation in pairs
         ]
 

@@ -91,8 +91,8 @@ class OwnTasks(Task):
         # By characters, not by folders.
         sizes = (len(commonprefix(pair)) for pair in pairwise(texts))  # noqa: RUF071
         # Pages are shared whole, and a token has a character at least.
-        alike = sum(size for size in sizes if size >= page_size)
-        return alike / max(sum(map(len, texts)), 1)
+        num_shared = sum(size for size in sizes if size >= page_size)
+        return num_shared / max(sum(map(len, texts)), 1)
 
     def score(self, engine: MeasuredEngine, decoding: dict[str, Any]) -> Result:
         """The share of tasks answered right. Raises ``ValueError`` for messages without
@@ -114,8 +114,8 @@ class OwnTasks(Task):
         )
         is_right = MATCHES[self.match]
         scores = [
-            float(is_right(own.text, task.answer))
-            for own, task in zip(answers, self.tasks, strict=True)
+            float(is_right(answer.text, task.answer))
+            for answer, task in zip(answers, self.tasks, strict=True)
         ]
         return Result(
             self.match, *mean_and_error(scores), len(scores), {"scores": scores}
@@ -248,11 +248,11 @@ class DecisionTask(Task):
                 gen_length=64, structured_outputs=text, **others
             )  # enough for four fields
 
-        asked = [
+        requests = [
             (prompt_tokens(question.prompt, tokenizer), params_of(question))
             for question in self.questions
         ]
-        completions, _ = engine.complete(asked)
+        completions, _ = engine.complete(requests)
         scores: list[float] = []
         for completion, question in zip(completions, self.questions, strict=True):
             scores += question.scores(completion.text)
@@ -273,10 +273,10 @@ def labelled_questions(kind: str, count: int, seed: int) -> list[LabelledQuestio
     """``count`` questions of a kind, each about a text of its own."""
     labelled = []
     for each in ask(seed, count, [kind]):
-        (asked,) = each.asked
+        (item,) = each.asked
         messages = [{"role": "user", "content": each.text}]
-        question = read_question(asked.question, ["question"])
-        labelled.append(LabelledQuestion(messages, question, asked.option))
+        question = read_question(item.question, ["question"])
+        labelled.append(LabelledQuestion(messages, question, item.option))
     return labelled
 
 
@@ -288,15 +288,17 @@ def demo_questions(count: int, seed: int, *, as_json: bool) -> list[Question]:
     questions = []
     for task in RECALL_TASKS:
         for example in make_examples(task, count, seed):
-            said, asked = (
+            statements, names = (
                 {m[1]: m[3] for m in statement.finditer(text)}
                 for text in (example.prompt, example.answer)
             )
-            choices = list(CITIES) if task == "facts" else sorted({*said.values()})
+            choices = (
+                list(CITIES) if task == "facts" else sorted({*statements.values()})
+            )
             template = (
                 None if as_json else " " + statement.sub(r"\1\2{\1}", example.answer)
             )
             questions.append(
-                Question(example.prompt, dict.fromkeys(asked, choices), asked, template)
+                Question(example.prompt, dict.fromkeys(names, choices), names, template)
             )
     return questions

@@ -69,14 +69,14 @@ class Cost:
     @property
     def figures(self) -> dict[str, float | None]:
         """Means per request and peaks in MiB; None if unknown."""
-        asked = self.requests
+        num_requests = self.requests
         return {
-            "passes_per_answer": _ratio(self.forward_passes, asked),
+            "passes_per_answer": _ratio(self.forward_passes, num_requests),
             "tokens_per_pass": _ratio(self.tokens_unmasked, self.forward_passes),
             "rows_per_token": _ratio(self.tokens_computed, self.tokens_unmasked),
-            "tokens_per_second": self.tokens_per_second if asked else None,
-            "first_block_seconds": _ratio(self.first_block_seconds, asked),
-            "latency_seconds": _ratio(self.latency_seconds, asked),
+            "tokens_per_second": self.tokens_per_second if num_requests else None,
+            "first_block_seconds": _ratio(self.first_block_seconds, num_requests),
+            "latency_seconds": _ratio(self.latency_seconds, num_requests),
             "memory_mib": _ratio(self.memory_bytes, MIB),
             "pages_mib": _ratio(self.page_bytes, MIB),
         }
@@ -133,11 +133,11 @@ def complete_requests(
     bar = tqdm(total=len(requests), desc=label, leave=False, disable=not label)
     begin = time.perf_counter()
     prompts = [{"prompt_token_ids": prompt} for prompt, _ in requests]
-    asked = with_lengths(llm, prompts, [params for _, params in requests])
+    params_with_lengths = with_lengths(llm, prompts, [params for _, params in requests])
     try:
         while len(completions) < len(requests):
             while len(starts) < min(len(requests), len(completions) + at_once):
-                params = asked[len(starts)].clone()
+                params = params_with_lengths[len(starts)].clone()
                 params.output_kind = RequestOutputKind.CUMULATIVE  # an output per block
                 engine.add_request(str(len(starts)), prompts[len(starts)], params)
                 starts.append(time.perf_counter())

@@ -154,7 +154,7 @@ def space_of(
     family = config.family
     options = {}
     for method in methods or methods_for(family.attention):
-        own = (
+        model_default = (
             EngineOptions.parse({"cache_method": method})
             .with_paper_settings(model, family)
             .cache
@@ -164,7 +164,7 @@ def space_of(
             {name: v}
             for name, values in tuned
             for v in values
-            if v != getattr(own, name)
+            if v != getattr(model_default, name)
         ]
     if family.attention_block is not None:
         return Space(options, rules)

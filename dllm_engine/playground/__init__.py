@@ -59,13 +59,13 @@ def add_route(app: Any, options: EngineOptions, family: ModelFamily) -> None:
     """Serve the page from a FastAPI ``app``. Attributes tell it the highest retention
     ratio of a request, whether it may ask for a trace, and whether attention goes by
     blocks."""
-    known = {
+    page_data = {
         "retention-ratio": options.retention_ratio,
         "trace": options.trace and "true",
         "by-blocks": family.attention == "block_causal" and "true",
     }
     attributes = "".join(
-        f' data-{name}="{value}"' for name, value in known.items() if value
+        f' data-{name}="{value}"' for name, value in page_data.items() if value
     )
     html = page().replace('<html lang="en"', f'<html lang="en"{attributes}', 1)
     headers = page_headers()

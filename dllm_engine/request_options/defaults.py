@@ -81,7 +81,7 @@ def options_with_defaults(
         policies = [
             policy
             for policy in policies
-            if all(_goes_with(name, policy) for name in own.asked)
+            if all(_goes_with(name, policy) for name in own.effective)
         ]
     left_out = {
         name

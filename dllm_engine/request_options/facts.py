@@ -1,4 +1,6 @@
-"""Facts of a request option beside its type and its meaning, kept by its field."""
+"""Facts about a request option beside its type and meaning. The option's field has
+them.
+"""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -12,29 +14,29 @@ from dllm_engine.decoding.unmasking_policies import Measure
 from dllm_engine.families import Attention
 
 Alternatives = Literal["counts", "rules"]
-"""Sets of options of which a request may set one: how many tokens a step unmasks, and
-the rules of parallel unmasking.
+"""Sets of options of which a request may set only one: ``counts`` say how many tokens a
+step unmasks, ``rules`` are rules of parallel unmasking.
 """
 
 
 class Exclusion(NamedTuple):
-    """An option that a request may not set as well, and why."""
+    """Another option that a request may not set together with this one, and the reason."""
 
     option: str
     because: str
 
 
 class AttentionNeed(NamedTuple):
-    """Attention of the models that have an option, and why others have it not."""
+    """Kind of attention that an option needs, and the reason why other models do not
+    have the option.
+    """
 
     attention: Attention
     because: str
 
 
 class MeasureNeed(NamedTuple):
-    """Measures of the unmasking policies that go with an option, and what it does with
-    them.
-    """
+    """Measures that an option needs from the unmasking policy, and its use of them."""
 
     measures: tuple[Measure, ...]
     use: str
@@ -42,16 +44,21 @@ class MeasureNeed(NamedTuple):
 
 @dataclass(frozen=True)
 class Facts:
-    """Who may have a default for an option, and what it does not go with."""
+    """Who may have a default for an option, and with which options it cannot be
+    combined.
+    """
 
     default_by: Literal["engine", "checkpoint"] | None = None
-    """``engine``: an engine may have a default. ``checkpoint``: a checkpoint as well,
-    since the option means the same in every engine."""
+    """``engine``: an engine may have a default. ``checkpoint``: a checkpoint may have
+    one too, because the option means the same in every engine."""
     one_of: Alternatives | None = None
     excludes: tuple[Exclusion, ...] = ()
-    """Neither gets a default if a request sets the other."""
+    """Options that exclude this one. If a request sets one of the two, the other gets
+    no default.
+    """
     replaces: tuple[str, ...] = ()
-    """More options or ``Alternatives`` that get no default if a request sets this one.
+    """Further options or ``Alternatives`` that get no default if a request sets this
+    option.
     """
     decided_by_guide: bool = False
     """True if a guided request may not set it."""
@@ -60,25 +67,25 @@ class Facts:
     needs_decided: bool = False
     """True if decided tokens must stay, so that no policy may take them back."""
     off: Any = None
-    """Value that asks for nothing, as if the option were not set."""
+    """Value without effect, as if the option were not set."""
     in_decisions: bool = False
     """True if a decision may set it."""
 
 
 class OptionGroup(Options):
-    """Request options that one file declares, gives defaults and refuses. They are None
-    where a request does not set them.
+    """Base class of a group of request options. One file declares, resolves and refuses
+    them. An option that a request does not set is None.
     """
 
     @classmethod
     @cache
     def facts(cls) -> dict[str, Facts]:
-        """The facts of each option."""
+        """Facts of each option, by name."""
         return {name: _facts_of(field) for name, field in cls.model_fields.items()}
 
     @property
     def given(self) -> dict[str, Any]:
-        """The options that are set."""
+        """The options that the request sets."""
         values = vars(self)
         named = self.model_fields_set
         return {
@@ -88,7 +95,7 @@ class OptionGroup(Options):
         }
 
     def settings(self, names: Collection[str], prefix: str) -> dict[str, Any]:
-        """Those of some options that are set, by their names without a prefix."""
+        """The set options among ``names``, by their names without ``prefix``."""
         return {
             name.removeprefix(prefix): value
             for name, value in self.given.items()
@@ -96,8 +103,8 @@ class OptionGroup(Options):
         }
 
     @property
-    def asked(self) -> dict[str, Any]:
-        """The options that are set to a value that asks for something."""
+    def effective(self) -> dict[str, Any]:
+        """The options that are set to a value with an effect."""
         facts = self.facts()
         return {
             name: value

@@ -73,7 +73,7 @@ def check_exclusions(options: RequestOptions) -> None:
         raise refused(
             f"{_joined(counts)} both say how many tokens a step unmasks; give one"
         )
-    for name, value in options.asked.items():
+    for name, value in options.effective.items():
         for other, because in FACTS[name].excludes:
             if other in given:
                 raise refused(
@@ -98,7 +98,7 @@ def check_attention(options: RequestOptions, family: ModelFamily) -> None:
         "block_causal": "a model whose attention goes by blocks",
         "causal": "a model whose attention is causal",
     }
-    for name, value in options.asked.items():
+    for name, value in options.effective.items():
         need = FACTS[name].needs_attention
         if need is not None and need.attention != family.attention:
             raise refused(

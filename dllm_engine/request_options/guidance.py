@@ -44,7 +44,7 @@ def check_guide(options: GuideOptions, engine: EngineOptions) -> None:
     """Refuse options about a guide that the engine does not have."""
     if engine.guide_model is not None:
         return
-    for name, value in options.asked.items():
+    for name, value in options.effective.items():
         if name in GuideOptions.model_fields:
             raise refused(
                 f"{name}={value}: the engine has no guide; start it with guide_model"
@@ -71,13 +71,13 @@ def check_guided(request: RequestContext, own: OptionGroup, guidance: Guidance) 
     """Refuse what the guide has no use for, where the request itself names it."""
     facts = own.facts()
     params = request.params
-    for name, value in own.asked.items():
+    for name, value in own.effective.items():
         if facts[name].decided_by_guide:
             raise refused(
                 f"{name}={value}: the guide decides what a step unmasks; leave it "
                 f"unset, or set guided=False"
             )
-    asked = "return_order=True" if own.asked.get("return_order") else None
+    asked = "return_order=True" if own.effective.get("return_order") else None
     if params.logprobs is not None:
         asked = f"logprobs={params.logprobs}"
     if asked and (guidance.correction or guidance.fallback == "guide"):

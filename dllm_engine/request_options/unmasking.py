@@ -241,7 +241,7 @@ def _check_needs(options: OptionGroup, policy: UnmaskingPolicy) -> None:
     tokens must stay where it takes them back.
     """
     facts = options.facts()
-    for name, value in options.asked.items():
+    for name, value in options.effective.items():
         need = facts[name].needs_measure
         if need is not None and policy.measures not in need.measures:
             suited = [

@@ -80,25 +80,25 @@ def distinct_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 @cache
 def _utf8(ranges: Ranges) -> Expression:
     """A character of a set, as bytes."""
-    held = np.zeros(8 << 18, bool)
+    in_set = np.zeros(8 << 18, bool)
     for first, last in ranges:
-        held[first : last + 1] = True
-    held[0xD800:0xE000] = False  # UTF-8 has no surrogates
+        in_set[first : last + 1] = True
+    in_set[0xD800:0xE000] = False  # UTF-8 has no surrogates
     branches: list[Expression] = []
     for tail, (lead, count, least) in enumerate(_LEADS):
-        held[:least] = False  # they have a shorter form
-        branches += _bytes(held[: count << (6 * tail)].tobytes(), lead, count)
+        in_set[:least] = False  # they have a shorter form
+        branches += _bytes(in_set[: count << (6 * tail)].tobytes(), lead, count)
     return branches[0] if len(branches) == 1 else Either(branches)
 
 
-def _bytes(held: bytes, lead: int, count: int) -> list[Expression]:
-    """The characters that ``held`` says are in a set; the first byte of each is one of
+def _bytes(in_set: bytes, lead: int, count: int) -> list[Expression]:
+    """The characters that ``in_set`` says are in a set; the first byte of each is one of
     ``count`` from ``lead`` on.
     """
-    size = len(held) // count
+    size = len(in_set) // count
     leads: dict[bytes, list[int]] = {}
     for i in range(count):
-        leads.setdefault(held[i * size : (i + 1) * size], []).append(lead + i)
+        leads.setdefault(in_set[i * size : (i + 1) * size], []).append(lead + i)
     return [
         bytes(values)
         if size == 1
@@ -173,11 +173,11 @@ class _Rests:
         return frozenset(each for each in seen if not each or self.rests[each][0])
 
 
-def byte_automaton(expression: Expression, most: int) -> Automaton:
+def byte_automaton(expression: Expression, max_states: int) -> Automaton:
     """The automaton over bytes, as 256 tokens. Raises ``TooManyStatesError`` where it
-    has over ``most`` states.
+    has over ``max_states`` states.
     """
-    rests = _Rests(8 * most)
+    rests = _Rests(8 * max_states)
     start = rests.before(expression, 0)
     sets = list(dict.fromkeys(first for first, _ in rests.rests if first))
     member = np.zeros((256, len(sets)), np.int32)
@@ -196,7 +196,7 @@ def byte_automaton(expression: Expression, most: int) -> Automaton:
     def state_of(begun: frozenset[int]) -> int:
         state = frozenset().union(*map(closure, begun))
         if state not in numbers:
-            if len(states) >= most:
+            if len(states) >= max_states:
                 raise TooManyStatesError
             numbers[state] = len(states)
             states.append(state)

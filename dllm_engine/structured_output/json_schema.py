@@ -109,9 +109,9 @@ class _Reader:
             raise ValueError(
                 f"{path}: {schema!r} is no schema that any value is valid by"
             )
-        told = schema.keys() - _ANNOTATIONS - ({"$id"} if path == "#" else set())
+        keywords = schema.keys() - _ANNOTATIONS - ({"$id"} if path == "#" else set())
         if (
-            unknown := told
+            unknown := keywords
             - _KEYWORDS
             - {
                 name
@@ -122,9 +122,9 @@ class _Reader:
             raise ValueError(f"{path}: the keyword {min(unknown)!r} is not supported")
         types = self._types(schema, path, within)
         for keyword in _COMBINING:
-            if keyword in told:
+            if keyword in keywords:
                 if (
-                    beside := told
+                    beside := keywords
                     - {keyword}
                     - ({"type"} if keyword not in ("allOf", "$ref") else set())
                 ):
@@ -136,7 +136,7 @@ class _Reader:
             types = [
                 name
                 for name in _BY_TYPE
-                if name != "integer" and told.intersection(_BY_TYPE[name])
+                if name != "integer" and keywords.intersection(_BY_TYPE[name])
             ]
         return (
             Either([getattr(self, f"_{name}")(schema, path) for name in types])
@@ -160,12 +160,12 @@ class _Reader:
         self, keyword: str, schema: dict[str, Any], types: list[str] | None, path: str
     ) -> Expression:
         value = schema[keyword]
-        here = f"{path}/{keyword}"
+        place = f"{path}/{keyword}"
         if keyword == "$ref":
-            target = self._target(value, here)
+            target = self._target(value, place)
             if value in self.references:
                 raise ValueError(
-                    f"{here}: recursion is not supported ({value!r} refers to itself)"
+                    f"{place}: recursion is not supported ({value!r} refers to itself)"
                 )
             self.references.append(value)
             text = self.read(target, value, types)
@@ -177,11 +177,11 @@ class _Reader:
             try:
                 return Either([self.style.constant(x) for x in values if has_type(x)])
             except ValueError as error:
-                raise ValueError(f"{here}: {error}") from None
+                raise ValueError(f"{place}: {error}") from None
         if keyword == "allOf" and len(value) > 1:
-            raise ValueError(f"{here}: more than one schema is not supported")
+            raise ValueError(f"{place}: more than one schema is not supported")
         texts = [
-            self.read(branch, f"{here}/{i}", types) for i, branch in enumerate(value)
+            self.read(branch, f"{place}/{i}", types) for i, branch in enumerate(value)
         ]
         apart = (
             self._kinds(one).isdisjoint(self._kinds(other))
@@ -189,7 +189,7 @@ class _Reader:
         )
         if keyword == "oneOf" and "discriminator" not in schema and not all(apart):
             raise ValueError(
-                f"{here}: a value may be valid by two of its schemas; use anyOf, or a "
+                f"{place}: a value may be valid by two of its schemas; use anyOf, or a "
                 f"discriminator (a property that each requires, with another const)"
             )
         return Either(texts)
@@ -258,25 +258,25 @@ class _Reader:
         return self.style.array(item, least, most)
 
     def _string(self, schema: dict[str, Any], path: str) -> Expression:
-        told = [
+        keywords = [
             keyword
             for keyword in ("pattern", "format", "minLength", "maxLength")
             if keyword in schema
         ]
-        if not {"pattern", "format"}.intersection(told):
+        if not {"pattern", "format"}.intersection(keywords):
             return string(
                 Repeated(ANY, schema.get("minLength", 0), schema.get("maxLength"))
             )
-        if told[1:]:
+        if keywords[1:]:
             raise ValueError(
-                f"{path}: {told[1]!r} beside {told[0]!r} is not supported; write it "
+                f"{path}: {keywords[1]!r} beside {keywords[0]!r} is not supported; write it "
                 f"into a pattern"
             )
-        value = schema[told[0]]
-        here = f"{path}/{told[0]}"
-        is_pattern = told == ["pattern"]
+        value = schema[keywords[0]]
+        place = f"{path}/{keywords[0]}"
+        is_pattern = keywords == ["pattern"]
         if not is_pattern and value not in _FORMATS:
-            raise ValueError(f"{here}: {value!r} is none of {', '.join(_FORMATS)}")
+            raise ValueError(f"{place}: {value!r} is none of {', '.join(_FORMATS)}")
         try:
             return string(
                 regex_expression(
@@ -284,7 +284,7 @@ class _Reader:
                 )
             )
         except ValueError as error:
-            raise ValueError(f"{here}: {error}") from None
+            raise ValueError(f"{place}: {error}") from None
 
     def _number(self, schema: dict[str, Any], path: str) -> Expression:
         """Decimals, without exponent where there is a bound."""
@@ -294,16 +294,17 @@ class _Reader:
             for n in range(_EXACT_DIGITS)
             if all(10**n % bound.denominator == 0 for bound in bounds.values())
         )
-        shown = next(exact, _EXACT_DIGITS) + _EXTRA_DIGITS
+        num_digits = next(exact, _EXACT_DIGITS) + _EXTRA_DIGITS
         if any(
-            abs(bound) * 10**shown >= 10**_EXACT_DIGITS for bound in bounds.values()
+            abs(bound) * 10**num_digits >= 10**_EXACT_DIGITS
+            for bound in bounds.values()
         ):
             raise ValueError(
                 f"{path}: a bound of a number may have {_EXACT_DIGITS - _EXTRA_DIGITS} "
                 f"digits at most"
             )
         return (
-            Either([_bounded(bounds, n) for n in range(shown + 1)])
+            Either([_bounded(bounds, n) for n in range(num_digits + 1)])
             if bounds
             else NUMBER
         )

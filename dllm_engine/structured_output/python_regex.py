@@ -121,9 +121,11 @@ def _matched(node: tuple[Any, Any], flags: int) -> Chars:
         state, [(_constants.MAX_REPEAT, (1, _constants.MAXREPEAT, one))]
     )
     text = _all_characters()
-    found = _compiler.compile(runs, flags).finditer(text)
+    matched_runs = _compiler.compile(runs, flags).finditer(text)
     return Chars(
-        tuple((ord(text[run.start()]), ord(text[run.end() - 1])) for run in found)
+        tuple(
+            (ord(text[run.start()]), ord(text[run.end() - 1])) for run in matched_runs
+        )
     )
 
 

@@ -129,11 +129,11 @@ def has_grammar(params: Any) -> bool:
     """Return True if a request asks for a text that an automaton reads: structured
     output, or a budget of reasoning.
     """
-    asked = (
+    fields = (
         getattr(params, name, None)
         for name in ("structured_outputs", "thinking_token_budget")
     )
-    return any(each is not None for each in asked)
+    return any(each is not None for each in fields)
 
 
 def with_arguments(params: Any, arguments: Mapping[str, Any]) -> Any:
@@ -257,8 +257,10 @@ def _grammars_of_all(
             within = arguments.within(
                 vllm_config.model_config.max_model_len - len(tokens)
             )
-            own = _grammars_of(structured, within, tokens, tokenizer, vllm_config)
-            grammars += own.values()
+            request_grammars = _grammars_of(
+                structured, within, tokens, tokenizer, vllm_config
+            )
+            grammars += request_grammars.values()
     return list(dict.fromkeys(grammars))
 
 

@@ -305,8 +305,8 @@ def _resolve_engine_options(vllm_config: VllmConfig) -> EngineOptions:
         )
     _tell_of_released_defaults(model_config, defaults)
     options = options.model_copy(update={"request_defaults": defaults})
-    asked, options = options, options.with_paper_settings(model_config.model, family)
-    _tell_of_guessed_settings(asked, options, model_config)
+    stated, options = options, options.with_paper_settings(model_config.model, family)
+    _tell_of_guessed_settings(stated, options, model_config)
     if options.guide_model is not None:
         options = _with_guide_shape(options, vllm_config)
     if options.lora_path is not None:
@@ -397,23 +397,23 @@ def _tell_of_released_defaults(
 
 
 def _tell_of_guessed_settings(
-    asked: EngineOptions, options: EngineOptions, model_config: ModelConfig
+    stated: EngineOptions, options: EngineOptions, model_config: ModelConfig
 ) -> None:
     """Say which cache options are taken where papers have others for other models, and
     the name does not tell.
     """
     family, model = model_config.hf_config.family, model_config.model
-    told, settings = options.method.settings_for(model, family)
+    by_name, settings = options.method.settings_for(model, family)
     guessed = ", ".join(
         f"{name}={value}"
         for name, value in settings.items()
-        if name not in asked.cache_options
+        if name not in stated.cache_options
     )
     method, name = options.cache_method, own_name(model)
-    if guessed and told:
+    if guessed and by_name:
         text = "cache_method=%r: the paper's settings for %s: %s"
         logger.info_once(text, method, name, guessed)
-    if guessed and not told:
+    if guessed and not by_name:
         text = (
             "cache_method=%r: the papers' settings depend on the model, and the name "
             "of %s holds none of %s; taking those of %s: %s. Set them in cache_options "

@@ -145,14 +145,14 @@ def generate_if_valid(
     And vLLM has no form for a request's own error in some routes.
     """
 
-    asked = open_request.get() if is_ours(self) else None
-    if asked is not None:
+    http_request = open_request.get() if is_ours(self) else None
+    if http_request is not None:
         # Here: vLLM reads a raw prompt in a thread, where no request is open.
         sampling_params = sampling_params.clone()
-        extra_args = {**(sampling_params.extra_args or {}), **asked.carried}
-        sampling_params.extra_args = {**extra_args, SOURCE: asked.name}
+        extra_args = {**(sampling_params.extra_args or {}), **http_request.carried}
+        sampling_params.extra_args = {**extra_args, SOURCE: http_request.name}
 
-    choice = _length_choice(self, asked, sampling_params)
+    choice = _length_choice(self, http_request, sampling_params)
 
     def checked() -> AsyncGenerator[Any, None]:
         params = sampling_params
@@ -165,7 +165,9 @@ def generate_if_valid(
                 # What cannot be served is refused before a stream has its status.
                 _check_begun(self, choice, prompt, params, request_id, kwargs)
             outputs = with_length(choice, params)
-        return outputs if asked is None else asked.outputs(outputs, params)
+        return (
+            outputs if http_request is None else http_request.outputs(outputs, params)
+        )
 
     async def with_length(
         choice: LengthChoice, params: SamplingParams
@@ -202,7 +204,7 @@ def generate_if_valid(
 
     if not is_ours(self) or not has_grammar(sampling_params):
         return checked()
-    if asked is not None:
+    if http_request is not None:
         # vLLM says that reasoning has ended where it is not to be included. Its parser
         # then takes all of the response for reasoning, and nothing is left to include.
         kwargs = {**kwargs, "reasoning_ended": None}
@@ -217,11 +219,11 @@ def generate_if_valid(
 
 
 def _length_choice(
-    engine: Any, asked: OpenRequest | None, params: SamplingParams
+    engine: Any, http_request: OpenRequest | None, params: SamplingParams
 ) -> LengthChoice | None:
     """The choice of the lengths of a request; None: it names them."""
-    if asked is not None and asked.filling is not None:
-        return asked.filling.at(len(asked.latest))
+    if http_request is not None and http_request.filling is not None:
+        return http_request.filling.at(len(http_request.latest))
     if is_ours(engine) and has_open_length(params, engine.vllm_config):
         return AutoLength(params)
     return None
@@ -429,17 +431,23 @@ def refuse_clipping(
             *args,
             **kwargs,
         )
-    asked = open_request.get()
+    http_request = open_request.get()
     limit = int(stated) if isinstance(stated, ResponseLimit) else None
-    most = None if asked is None else asked.length_limit
-    if most is None and asked is not None and is_anthropic(asked.route):
+    length_limit = None if http_request is None else http_request.length_limit
+    if (
+        length_limit is None
+        and http_request is not None
+        and is_anthropic(http_request.route)
+    ):
         # That API demands a length, and its clients send thousands whatever they ask.
-        most = max_tokens
-    if most is not None:
+        length_limit = max_tokens
+    if length_limit is not None:
         longest = min(max_model_len - input_length, limit or max_model_len)
         # At least 1, so that the check of the request explains.
-        return max(min(most, longest), 1)
-    if max_tokens is None or (asked is not None and asked.leaves_length_open):
+        return max(min(length_limit, longest), 1)
+    if max_tokens is None or (
+        http_request is not None and http_request.leaves_length_open
+    ):
         return DefaultLength(
             clipping(
                 max_model_len,

@@ -134,9 +134,9 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
             if not _is_default(owner, name, value) and not _is_honoured(
                 name, vllm_config
             ):
-                shown = f"{_OPTIONS.get(name, name)}={reprlib.repr(value)}"
+                setting = f"{_OPTIONS.get(name, name)}={reprlib.repr(value)}"
                 raise ValueError(
-                    f"{shown} is not supported for diffusion models; {instead}"
+                    f"{setting} is not supported for diffusion models; {instead}"
                 )
 
 

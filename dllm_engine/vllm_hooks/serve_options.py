@@ -59,28 +59,28 @@ def is_option(name: str, known: Iterable[str]) -> bool:
     return any(_SWITCH.sub("", each).startswith(stem) for each in known)
 
 
-def check_serve_options(words: Sequence[str], own: Iterable[str]) -> None:
+def check_serve_options(words: Sequence[str], own_flags: Iterable[str]) -> None:
     """Raise ``ValueError`` if ``vllm serve`` surely does not take ``words`` behind a
-    model. ``own``: other options that a mistyped one may have meant.
+    model. ``own_flags``: other options that a mistyped one may have meant.
     """
     if words and not words[0].startswith("-"):
         raise ValueError(f"{words[0]!r} is one argument too many, behind the model")
-    known = serve_options()
+    options = serve_options()
     for word, following in zip(words, [*words[1:], None], strict=False):
         text, equals, value = word.partition("=")
         option = text.partition(".")[0]
         name = option.removeprefix("--").replace("_", "-")
-        if not known or name == option or " " in name:
+        if not options or name == option or " " in name:
             continue  # a value, or an option of one letter
-        if not is_option(name, known):
-            flags = [*own, *(f"--{each}" for each in known)]
+        if not is_option(name, options):
+            flags = [*own_flags, *(f"--{each}" for each in options)]
             raise ValueError(
                 f"{option} is unknown{did_you_mean(option, flags)} (`dllm serve "
                 f"--help` lists this command's options, `vllm serve --help=all` those "
                 f"of vLLM)"
             )
         given = value if equals else following
-        wanted = known.get(name)
+        wanted = options.get(name)
         if not wanted or given in ("", "none", "None"):
             continue
         if wanted == _A_NUMBER:

@@ -127,9 +127,9 @@ def _choose_kernel(
     member = tl.program_id(1).to(tl.int64)
     sums += member * member_stride
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    own = _similarity(sums, row, row < num_rows, sum_stride, METRIC, EPS, ROUNDING)[
-        :, None
-    ]
+    row_similarity = _similarity(
+        sums, row, row < num_rows, sum_stride, METRIC, EPS, ROUNDING
+    )[:, None]
     rank = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, num_rows, BLOCK):
         other = start + tl.arange(0, BLOCK)
@@ -137,8 +137,8 @@ def _choose_kernel(
         similarity = _similarity(
             sums, other, exists, sum_stride, METRIC, EPS, ROUNDING
         )[None, :]
-        is_first = (similarity < own) | (
-            (similarity == own) & (other[None, :] < row[:, None])
+        is_first = (similarity < row_similarity) | (
+            (similarity == row_similarity) & (other[None, :] < row[:, None])
         )
         rank += tl.sum((is_first & exists[None, :]).to(tl.int32), axis=1)
     is_chosen = (row < num_rows) & (rank < count)

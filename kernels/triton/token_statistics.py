@@ -136,8 +136,10 @@ def splits_of(logits, block):
     and the columns of each: whole blocks of ``block``."""
     num_rows, vocab_size = logits.shape
     num_blocks = triton.cdiv(vocab_size, block)
-    wanted = 4 * torch.cuda.get_device_properties(logits.device).multi_processor_count
-    num_splits = max(1, min(wanted // num_rows, num_blocks))
+    num_programs = (
+        4 * torch.cuda.get_device_properties(logits.device).multi_processor_count
+    )
+    num_splits = max(1, min(num_programs // num_rows, num_blocks))
     per_split = triton.cdiv(num_blocks, num_splits) * block
     return triton.cdiv(vocab_size, per_split), per_split
 

@@ -73,12 +73,12 @@ class FieldChoices:
     def __init__(self, texts: "AcceptedTexts", field: int) -> None:
         lattice = texts.lattice
         self.values = texts.decision.values[field] or []
-        own = texts.edges_of_fields[field]
-        self.begins = own[lattice.choices[own] != LITERAL]
+        edges = texts.edges_of_fields[field]
+        self.begins = edges[lattice.choices[edges] != LITERAL]
         """Edges that begin a choice."""
 
-    def answer(self, posterior: Posterior, own: np.ndarray) -> dict[str, Any]:
-        """Value, probability and distribution. ``own``: edges of the field's most
+    def answer(self, posterior: Posterior, edges: np.ndarray) -> dict[str, Any]:
+        """Value, probability and distribution. ``edges``: edges of the field's most
         probable text.
         """
         lattice = posterior.lattice
@@ -89,7 +89,7 @@ class FieldChoices:
         )
         sums = np.bincount(lattice.choices[self.begins], chances, minlength=len(values))
         shares = (sums / sums.sum()).tolist()
-        choice = int(lattice.choices[own].max())
+        choice = int(lattice.choices[edges].max())
         ranked = sorted(zip(values, shares, strict=True), key=lambda each: -each[1])
         return _answer(values[choice], shares[choice], ranked)
 
@@ -109,14 +109,14 @@ class FieldTexts:
         self.read = json.loads if texts.decision.is_json[field] else bytes.decode
         """Converts a text into its value."""
 
-    def answer(self, posterior: Posterior, own: np.ndarray) -> dict[str, Any]:
+    def answer(self, posterior: Posterior, edges: np.ndarray) -> dict[str, Any]:
         """Value, probability and distribution, as in ``FieldChoices``. The
         probabilities are exact.
         """
         accepted = self.accepted
         decision = self.accepted.decision
         text = b"".join(
-            decision.spellings[column] for column in accepted.edge_columns[own]
+            decision.spellings[column] for column in accepted.edge_columns[edges]
         )
         chances = FieldChances(self.lattice, posterior.visits, posterior.steps)
         likeliest = chances.most_probable_texts(accepted.pieces, decision.beginnings)

@@ -145,39 +145,41 @@ class FieldChances:
     """Probabilities of one pass in the part of a lattice that belongs to a field."""
 
     def __init__(
-        self, own: FieldLattice, visits: np.ndarray, steps: np.ndarray
+        self, field_lattice: FieldLattice, visits: np.ndarray, steps: np.ndarray
     ) -> None:
         """``visits``: log-probability that a text passes through each node. ``steps``:
         log-probability of each edge, given that the text passes through its source."""
-        lattice = own.lattice
-        edges = np.exp(steps[own.edges])
-        edges[own.begins] *= np.exp(visits[lattice.sources[own.edges[own.begins]]])
-        places = np.bincount(own.edge_places, edges, own.num_places)
-        self.own = own
+        lattice = field_lattice.lattice
+        edges = np.exp(steps[field_lattice.edges])
+        edges[field_lattice.begins] *= np.exp(
+            visits[lattice.sources[field_lattice.edges[field_lattice.begins]]]
+        )
+        places = np.bincount(field_lattice.edge_places, edges, field_lattice.num_places)
+        self.lattice = field_lattice
         self.arcs = [
             places[each.place].reshape(len(each.pieces), len(each.positions))
-            for each in own.arcs
+            for each in field_lattice.arcs
         ]
         """``[num_arcs, num_positions]`` of each state: probability of an arc, given
         that the text passes through the state at this position; from state 0, times the
         probability that the field begins there."""
-        leaving, counts = lattice.edges_from_each(own.end_nodes)
+        leaving, counts = lattice.edges_from_each(field_lattice.end_nodes)
         owners = np.repeat(np.arange(len(counts)), counts)
-        others = lattice.fields[leaving] != lattice.fields[own.edges[0]]
+        others = lattice.fields[leaving] != lattice.fields[field_lattice.edges[0]]
         ends = np.bincount(owners[others], np.exp(steps[leaving[others]]), len(counts))
-        self.ends = np.zeros((own.num_states, own.num_positions))
+        self.ends = np.zeros((field_lattice.num_states, field_lattice.num_positions))
         """Probability that the field ends at a state and a position, given that the
         text passes through them.
         """
-        self.ends.flat[own.end_places] = np.where(counts == 0, 1.0, ends)
+        self.ends.flat[field_lattice.end_places] = np.where(counts == 0, 1.0, ends)
         self.best = self.ends.copy()
         """Probability of the most probable pieces from a state and a position to the
         end of the field.
         """
-        for state in reversed(range(own.num_states)):
+        for state in reversed(range(field_lattice.num_states)):
             behind = self._best_of_arcs(state)
             if behind.size:
-                at = state, own.arcs[state].positions
+                at = state, field_lattice.arcs[state].positions
                 self.best[at] = np.maximum(self.best[at], behind.max(axis=0))
 
     def most_probable_texts(self, spellings: Sequence[bytes], most: int) -> list[bytes]:
@@ -208,7 +210,9 @@ class FieldChances:
         if len(behind) > most * behind.shape[1]:
             # At each position, other beginnings cannot lead to one of the best texts.
             used = np.unique(np.argpartition(-behind, most, axis=0)[:most])
-        chances = reached.chances[:, self.own.arcs[state].positions] @ behind[used].T
+        chances = (
+            reached.chances[:, self.lattice.arcs[state].positions] @ behind[used].T
+        )
         likeliest = _largest(chances.ravel(), most)
         likeliest = likeliest[chances.flat[likeliest] > 0]
         rows, columns = np.divmod(likeliest, len(used))
@@ -228,7 +232,7 @@ class FieldChances:
         pieces_behind: dict[bytes, list[int]] = defaultdict(list)
         for beginning in beginnings:
             for start in range(
-                max(len(beginning) - self.own.longest_piece, 0), len(beginning)
+                max(len(beginning) - self.lattice.longest_piece, 0), len(beginning)
             ):
                 piece = numbers.get(beginning[start:])
                 if piece is not None:
@@ -237,11 +241,15 @@ class FieldChances:
         def choose(state: int, reached: Beginnings) -> tuple[np.ndarray, np.ndarray]:
             pieces = [pieces_behind.get(text, []) for text in reached.texts]
             rows = np.repeat(np.arange(len(pieces)), [len(each) for each in pieces])
-            wanted = np.fromiter(chain.from_iterable(pieces), np.int64, len(rows))
-            own = self.own.arcs[state].pieces
-            arcs = np.searchsorted(own, wanted)
-            arcs[arcs == len(own)] = 0
-            leads = own[arcs] == wanted if len(own) else np.zeros(0, bool)
+            next_pieces = np.fromiter(chain.from_iterable(pieces), np.int64, len(rows))
+            state_pieces = self.lattice.arcs[state].pieces
+            arcs = np.searchsorted(state_pieces, next_pieces)
+            arcs[arcs == len(state_pieces)] = 0
+            leads = (
+                state_pieces[arcs] == next_pieces
+                if len(state_pieces)
+                else np.zeros(0, bool)
+            )
             return rows[leads], arcs[leads]
 
         complete: dict[bytes, float] = {}
@@ -255,19 +263,19 @@ class FieldChances:
         """Beginnings of texts by the state that they lead to. ``most``: limit per
         state, for the most promising ones.
         """
-        own = self.own
-        width = self.own.num_positions
-        rows_of: list[dict[bytes, int]] = [{} for _ in range(own.num_states)]
+        lattice = self.lattice
+        width = self.lattice.num_positions
+        rows_of: list[dict[bytes, int]] = [{} for _ in range(lattice.num_states)]
         """Row of each beginning, per state that it leads to."""
         arriving: list[list[tuple[np.ndarray, np.ndarray]]] = [
-            [] for _ in range(own.num_states)
+            [] for _ in range(lattice.num_states)
         ]
         """Indices into ``[num_texts, num_positions]`` and the probabilities that are
         added there, per state.
         """
         rows_of[0][b""] = 0
         arriving[0].append((np.arange(width), np.ones(width)))
-        for state, arcs in enumerate(own.arcs):
+        for state, arcs in enumerate(lattice.arcs):
             texts = [*rows_of[state]]
             if not texts:
                 continue
@@ -286,9 +294,11 @@ class FieldChances:
             yield state, reached
             if not len(arcs.pieces):
                 continue
-            rows, taken = choose(state, reached)
-            following = chances[rows[:, None], arcs.positions] * self.arcs[state][taken]
-            targets = arcs.targets[taken]
+            rows, next_arcs = choose(state, reached)
+            following = (
+                chances[rows[:, None], arcs.positions] * self.arcs[state][next_arcs]
+            )
+            targets = arcs.targets[next_arcs]
             order = np.argsort(targets, kind="stable")
             for group in (
                 np.split(order, np.flatnonzero(np.diff(targets[order])) + 1)
@@ -299,7 +309,7 @@ class FieldChances:
                 index = rows_of[target]
                 pairs = zip(
                     rows[group].tolist(),
-                    arcs.pieces[taken[group]].tolist(),
+                    arcs.pieces[next_arcs[group]].tolist(),
                     strict=True,
                 )
                 target_rows = [
@@ -321,7 +331,7 @@ class FieldChances:
         """Probability of each arc from a state followed by the most probable pieces,
         ``[num_arcs, num_positions]``.
         """
-        arcs = self.own.arcs[state]
+        arcs = self.lattice.arcs[state]
         behind = self.best[arcs.targets[:, None], arcs.positions + 1]
         return self.arcs[state] * behind
 

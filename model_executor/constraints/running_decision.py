@@ -84,11 +84,11 @@ class RunningDecision:
         self._left = [field for field in self._left if field not in committed]
         self._passes_left -= 1
         for field in committed:
-            own = path[path_fields == field]
-            answer = self.texts.fields[field].answer(posterior, own)
+            field_edges = path[path_fields == field]
+            answer = self.texts.fields[field].answer(posterior, field_edges)
             mass = posterior.label_mass(self.texts.edges_of_fields[field])
             self._answers[field] = answer | {"label_mass": mass}
-        left = (
+        remaining = (
             self._tokens_left(path, committed) if self._left else lattice.tokens[path]
         )
         # The best end token of a position stands for all end tokens.
@@ -97,10 +97,10 @@ class RunningDecision:
             best[positions] = np.array(self._ends)[
                 logprobs[:, num_tokens:].argmax(axis=1)
             ]
-        is_written = (left != OPEN) & ((left != END) | self.is_complete)
-        left = np.where(left == END, best, left)
+        is_written = (remaining != OPEN) & ((remaining != END) | self.is_complete)
+        remaining = np.where(remaining == END, best, remaining)
         tokens = {
-            position: int(left[position])
+            position: int(remaining[position])
             for position in positions
             if is_written[position]
         }
@@ -126,15 +126,15 @@ class RunningDecision:
             """Log-probability that the field has its text at these positions, because a
             commit writes the text at its positions.
             """
-            own = path[path_fields == field]
-            place = lattice.positions[own[0]]
+            field_edges = path[path_fields == field]
+            place = lattice.positions[field_edges[0]]
             start, stop = np.searchsorted(lattice.positions, (place, place + 1))
             first = start + np.flatnonzero(as_on_path[start:stop])
             begins = np.logaddexp.reduce(
                 posterior.visits[lattice.sources[first]] + steps[first]
             )
-            ends = posterior.leaves(field, int(lattice.nodes_behind[own[-1]]))
-            return float(begins + steps[own[1:]].sum() + ends)
+            ends = posterior.leaves(field, int(lattice.nodes_behind[field_edges[-1]]))
+            return float(begins + steps[field_edges[1:]].sum() + ends)
 
         undecided = {*path_fields[positions].tolist()}.intersection(self._left)
         count = max(len(undecided) // self._passes_left, 1)

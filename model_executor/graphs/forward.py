@@ -61,8 +61,11 @@ class ForwardSize(NamedTuple):
         if rows is None or not worth_padding(num_rows, rows):
             return None
         plain = PagedPass if isinstance(layer_pass, PagedPass) else DensePass
-        own = type(layer_pass)
-        if own.__call__ is not plain.__call__ or own.attend is not plain.attend:
+        pass_class = type(layer_pass)
+        if (
+            pass_class.__call__ is not plain.__call__
+            or pass_class.attend is not plain.attend
+        ):
             return None
         reads = writes = overwrites = False
         if isinstance(layer_pass, PagedPass):

@@ -129,27 +129,27 @@ class FillingGraph:
         overwrites the statistics.
         """
         num_candidates = group.positions.numel()
-        own = self.inputs
+        inputs = self.inputs
         if self.holds is not group:
-            own.table[:, :num_candidates] = group.table
-            own.table[:, num_candidates:] = self.filler
-            if own.certainty is not None:
-                own.certainty[:num_candidates] = required(group.certainty)
-            if own.responses is not None:
+            inputs.table[:, :num_candidates] = group.table
+            inputs.table[:, num_candidates:] = self.filler
+            if inputs.certainty is not None:
+                inputs.certainty[:num_candidates] = required(group.certainty)
+            if inputs.responses is not None:
                 places = required(group.responses)
-                own.responses[:, : places.shape[1]] = places
-                own.responses[:, places.shape[1] :] = self.no_position
+                inputs.responses[:, : places.shape[1]] = places
+                inputs.responses[:, places.shape[1] :] = self.no_position
             self.holds = group
         is_new = self.numbers is None or not np.array_equal(
             self.numbers.table, numbers.table
         )
         if is_new:
             num_requests = numbers.table.shape[1]
-            own.numbers.table[:, :num_requests] = on_device(
+            inputs.numbers.table[:, :num_requests] = on_device(
                 numbers.table, hidden.device
             )
             self.numbers = numbers
-        torch.index_select(hidden, 0, own.table[4], out=self.hidden)
+        torch.index_select(hidden, 0, inputs.table[4], out=self.hidden)
         filled, statistics = self.replay()
         rest = self.hidden.shape[0] - num_candidates
         return filled[:, :num_candidates].clone(), statistics.split(

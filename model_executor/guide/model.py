@@ -180,15 +180,15 @@ class Guide:
         device = self.pages.keys.device
         spans = []
         for draft in drafts:
-            known = draft.canvas.guide_text
+            guide_text = draft.canvas.guide_text
             text = draft.reading.tokens
             kept = next(
                 (
                     i
-                    for i, pair in enumerate(zip(known, text, strict=False))
+                    for i, pair in enumerate(zip(guide_text, text, strict=False))
                     if pair[0] != pair[1]
                 ),
-                len(known),
+                len(guide_text),
             )
             first = draft.judged[0]
             last = draft.judged[-1]
@@ -225,8 +225,8 @@ class Guide:
             self._judge(hidden[chunk], drafted[chunk])
             for chunk in self._chunks(len(rows))
         ]
-        ranks, own = (torch.cat(parts) for parts in zip(*chunks, strict=True))
-        answers = zip(ranks.tolist(), own.tolist(), strict=True)
+        ranks, best_tokens = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+        answers = zip(ranks.tolist(), best_tokens.tolist(), strict=True)
         for draft in drafts:
             draft.answers = {t: next(answers) for t in draft.judged}
 
@@ -244,9 +244,9 @@ class Guide:
             read = range(*span)
             if read and draft.answers.keys() >= set(read):
                 draft.ranks.append(max(draft.answers[t][0] for t in read))
-                own = [draft.answers[t][1] for t in read]
+                guided = [draft.answers[t][1] for t in read]
                 draft.guided.append(
-                    self.reader.answer(draft.reading, index, token, own)
+                    self.reader.answer(draft.reading, index, token, guided)
                 )
             else:
                 draft.ranks.append(self.model.config.vocab_size)

@@ -94,13 +94,14 @@ def guide_shape(
     same_tokens = True
     if vocabulary is not None:
         with tokenizer_files_named(guide):
-            theirs = AutoTokenizer.from_pretrained(guide).get_vocab()
+            guide_vocabulary = AutoTokenizer.from_pretrained(guide).get_vocab()
         agrees = all(
-            vocabulary.get(token, number) == number for token, number in theirs.items()
+            vocabulary.get(token, number) == number
+            for token, number in guide_vocabulary.items()
         )
-        same_tokens = agrees and len(vocabulary.keys() & theirs.keys()) >= 0.9 * len(
-            vocabulary
-        )
+        same_tokens = agrees and len(
+            vocabulary.keys() & guide_vocabulary.keys()
+        ) >= 0.9 * len(vocabulary)
     return GuideShape(
         num_layers=config.num_hidden_layers,
         num_kv_heads=config.num_key_value_heads,

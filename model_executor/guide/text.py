@@ -163,10 +163,10 @@ class Retokenizer:
 
     def __init__(
         self,
-        own: Any,
-        own_name: str,
-        theirs: Any,
-        their_name: str,
+        tokenizer: Any,
+        name: str,
+        guide_tokenizer: Any,
+        guide_name: str,
         end_tokens: Sequence[int],
         mask: int,
     ) -> None:
@@ -179,23 +179,26 @@ class Retokenizer:
         BOS token becomes the guide's, or nothing; any other token becomes its content
         as text, separate from the text beside it.
         """
-        self.own = ByteVocabulary(own, own_name)
-        self.theirs = ByteVocabulary(theirs, their_name)
-        self.encoder = Tokenizer.from_str(theirs.backend_tokenizer.to_str())
+        self.vocabulary = ByteVocabulary(tokenizer, name)
+        self.guide_vocabulary = ByteVocabulary(guide_tokenizer, guide_name)
+        self.encoder = Tokenizer.from_str(guide_tokenizer.backend_tokenizer.to_str())
         # Normalized text would no longer be the text of the canvas.
         self.encoder.normalizer = None
         self.encoder.encode_special_tokens = True
         if (
-            self.theirs.spell(self.encoder.encode(_PROBE, add_special_tokens=False).ids)
+            self.guide_vocabulary.spell(
+                self.encoder.encode(_PROBE, add_special_tokens=False).ids
+            )
             != _PROBE.encode()
         ):
             raise ValueError(
-                f"the tokenizer of {their_name!r} does not give a text back byte for "
+                f"the tokenizer of {guide_name!r} does not give a text back byte for "
                 f"byte (it may put a space in front of it), so it cannot read drafts "
-                f"of {own_name!r}; choose another guide"
+                f"of {name!r}; choose another guide"
             )
         by_content = {
-            self.theirs.added[number]: number for number in self.theirs.special
+            self.guide_vocabulary.added[number]: number
+            for number in self.guide_vocabulary.special
         }
         self.counterpart: dict[int, int | None] = {}
         """The guide's token for each special token of the model; None: it reads
@@ -203,20 +206,22 @@ class Retokenizer:
         """
         self.special_answer: dict[int, int] = {}
         """The model's token for each special token of the guide."""
-        if end_tokens and theirs.eos_token_id is not None:
-            self.special_answer[theirs.eos_token_id] = end_tokens[0]
-        self.special = {*self.own.special, *end_tokens}
+        if end_tokens and guide_tokenizer.eos_token_id is not None:
+            self.special_answer[guide_tokenizer.eos_token_id] = end_tokens[0]
+        self.special = {*self.vocabulary.special, *end_tokens}
         for number in self.special:
-            if (same := by_content.get(self.own.added.get(number, ""))) is not None:
+            if (
+                same := by_content.get(self.vocabulary.added.get(number, ""))
+            ) is not None:
                 self.counterpart[number] = same
                 self.special_answer[same] = number
-            elif number in end_tokens and theirs.eos_token_id is not None:
-                self.counterpart[number] = theirs.eos_token_id
-            elif number == own.bos_token_id:
-                self.counterpart[number] = theirs.bos_token_id
+            elif number in end_tokens and guide_tokenizer.eos_token_id is not None:
+                self.counterpart[number] = guide_tokenizer.eos_token_id
+            elif number == tokenizer.bos_token_id:
+                self.counterpart[number] = guide_tokenizer.bos_token_id
         plain = {
             n: spelled
-            for n, spelled in self.own.spelled.items()
+            for n, spelled in self.vocabulary.spelled.items()
             if n not in self.special and n != mask
         }
         self.number_of = {
@@ -242,7 +247,7 @@ class Retokenizer:
         )
 
     def read(self, tokens: list[int], drafted: list[int]) -> Reading:
-        wanted: dict[int, tuple[Span, int | None]] = dict.fromkeys(
+        spelling: dict[int, tuple[Span, int | None]] = dict.fromkeys(
             drafted, (Span(0, 0), None)
         )
         guided: list[int] = []
@@ -252,13 +257,13 @@ class Retokenizer:
         ):
             index, *others = run
             if tokens[index] not in self.counterpart:
-                self._read_text(tokens, [index, *others], guided, wanted)
-            elif (other := self.counterpart[tokens[index]]) is not None:
-                guided.append(other)
-                if index in wanted:
-                    wanted[index] = Span(len(guided) - 1, len(guided)), 0
+                self._read_text(tokens, [index, *others], guided, spelling)
+            elif (guide_token := self.counterpart[tokens[index]]) is not None:
+                guided.append(guide_token)
+                if index in spelling:
+                    spelling[index] = Span(len(guided) - 1, len(guided)), 0
         return Reading(
-            guided, [wanted[i][0] for i in drafted], [wanted[i][1] for i in drafted]
+            guided, [spelling[i][0] for i in drafted], [spelling[i][1] for i in drafted]
         )
 
     def answer(
@@ -276,18 +281,18 @@ class Retokenizer:
         lead = reading.lead[index]
         if agreed is None or lead is None:
             return draft
-        own_word = guided[agreed]
-        if own_word in self.theirs.special:
+        word = guided[agreed]
+        if word in self.guide_vocabulary.special:
             if agreed == 0 and lead == 0:
-                return self.special_answer.get(own_word, draft)
-            said = self.theirs.spell(read[:agreed])
+                return self.special_answer.get(word, draft)
+            text = self.guide_vocabulary.spell(read[:agreed])
         else:
-            said = self.theirs.spell([*read[:agreed], own_word])
-        if said[:lead] != self.theirs.spell(read)[:lead]:
+            text = self.guide_vocabulary.spell([*read[:agreed], word])
+        if text[:lead] != self.guide_vocabulary.spell(read)[:lead]:
             return draft
-        said = said[lead:]
-        for size in range(min(self.longest, len(said)), 0, -1):
-            if (number := self.number_of.get(said[:size])) is not None:
+        text = text[lead:]
+        for size in range(min(self.longest, len(text)), 0, -1):
+            if (number := self.number_of.get(text[:size])) is not None:
                 return number
         return draft
 
@@ -296,31 +301,33 @@ class Retokenizer:
         tokens: list[int],
         indices: list[int],
         guided: list[int],
-        wanted: dict[int, tuple[Span, int | None]],
+        spelling: dict[int, tuple[Span, int | None]],
     ) -> None:
         """Append the guide's tokens for a run of text tokens to ``guided``, and note
         the spelling of the wanted tokens.
         """
-        spelled = [self.own.spelled.get(tokens[i], _UNREADABLE) for i in indices]
-        if wanted.keys().isdisjoint(indices):
+        spelled = [self.vocabulary.spelled.get(tokens[i], _UNREADABLE) for i in indices]
+        if spelling.keys().isdisjoint(indices):
             guided += self._tokens_of_old_text(
                 b"".join(spelled).decode(errors="replace")
             )
             return
         shown = ShownText(b"".join(spelled))
         read = self._tokens_of_text(shown.text)
-        ends = list(accumulate(len(self.theirs.spelled[token]) for token in read))
+        ends = list(
+            accumulate(len(self.guide_vocabulary.spelled[token]) for token in read)
+        )
         for index, (begin, stop) in zip(
             indices, pairwise(accumulate(map(len, spelled), initial=0)), strict=True
         ):
-            if index in wanted:
+            if index in spelling:
                 first = bisect_right(ends, shown.character(begin).start)
                 last = bisect_right(ends, shown.character(stop - 1).stop - 1)
                 lead = shown.place(begin)
                 if lead is not None and first:
                     lead -= ends[first - 1]
                 start = len(guided)
-                wanted[index] = Span(start + first, start + last + 1), lead
+                spelling[index] = Span(start + first, start + last + 1), lead
         guided += read
 
     def _tokens_of_text(self, text: str) -> list[int]:

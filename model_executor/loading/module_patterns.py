@@ -35,12 +35,12 @@ class ModulePatterns:
         """
         stated = patterns or {}
         expressions = [key for key in stated if not _PLAIN.fullmatch(key)]
-        for what, count, most in (
+        for what, count, limit in (
             ("keys", len(stated), _MOST_KEYS),
             ("regular expressions", len(expressions), _MOST_EXPRESSIONS),
         ):
-            if count > most:
-                raise ValueError(f"{path}: {name} has {count} {what}, at most {most}")
+            if count > limit:
+                raise ValueError(f"{path}: {name} has {count} {what}, at most {limit}")
         self._patterns: list[tuple[_PlainPattern | _Pattern, Any]] = []
         for key, value in stated.items():
             try:

@@ -128,12 +128,12 @@ def own_values(
 ) -> dict[str, Any]:
     """The values that the schema reads, with the id of the mask if the folder's
     tokenizer names it."""
-    own = schema_values(schema, values)
+    keys = schema_values(schema, values)
     folder = values.get("name_or_path")
     if folder and values.get("mask_token_id") is None:
         token = mask_token_id(folder, schema.family.mask_token)
-        own |= {} if token is None else {"mask_token_id": token}
-    return own
+        keys |= {} if token is None else {"mask_token_id": token}
+    return keys
 
 
 def unsupported_model(model: str, model_type: object, architectures: object) -> str:
@@ -224,8 +224,8 @@ class PlainConfig(ConfigFacts):
         self.schema = schema
         family = schema.family
         stated = {name: x for name, x in named.items() if name != "model_type"}
-        own = own_values(schema, stated)
-        keys = schema.read(own, source_of(named), model_name_of(named))
+        schema_keys = own_values(schema, stated)
+        keys = schema.read(schema_keys, source_of(named), model_name_of(named))
         setattr(self, OPTIONS_KEY, values.get(OPTIONS_KEY))
         self.name_or_path = model
         self.include_qkv_bias = family.qkv_bias
@@ -236,6 +236,6 @@ class PlainConfig(ConfigFacts):
 
     def __getattr__(self, name: str) -> Any:
         """Read a key by transformers' name if the family has another name for it."""
-        if name == "schema" or name not in (known := self.schema.family.key_names):
+        if name == "schema" or name not in (key_names := self.schema.family.key_names):
             raise AttributeError(name)
-        return getattr(self, known[name])
+        return getattr(self, key_names[name])

@@ -184,10 +184,10 @@ class CheckpointKeys(BaseModel):
         """Collect all keys about RoPE in ``rope_parameters``. Base and share also keep
         their own keys.
         """
-        own = {"rope_theta", "partial_rotary_factor"}
-        defaults = self.model_dump(include=own, exclude_none=True)
+        repeated = {"rope_theta", "partial_rotary_factor"}
+        defaults = self.model_dump(include=repeated, exclude_none=True)
         stated = merged(
-            self.model_dump(include=own, exclude_unset=True),
+            self.model_dump(include=repeated, exclude_unset=True),
             self.rope_scaling or {},
             self.rope_parameters or {},
         )

@@ -88,11 +88,11 @@ class Config(ConfigFacts, PretrainedConfig):
         """Make the config of the right family. transformers finds configs by
         ``model_type``, which families share.
         """
-        own = config_class_of(config_dict | kwargs) or cls
+        config_class = config_class_of(config_dict | kwargs) or cls
         return (
             super().from_dict(config_dict, **kwargs)
-            if own is cls
-            else own.from_dict(config_dict, **kwargs)
+            if config_class is cls
+            else config_class.from_dict(config_dict, **kwargs)
         )
 
     def check(self) -> None:
@@ -126,8 +126,8 @@ class Config(ConfigFacts, PretrainedConfig):
                 f"{source}: model_type={model_type!r}, but the file is of "
                 f"model_type={self.model_type!r}"
             )
-        own = own_values(self.schema, values)
-        stated = self.schema.read(own, source, model_name_of(values))
+        schema_keys = own_values(self.schema, values)
+        stated = self.schema.read(schema_keys, source, model_name_of(values))
         self.__dict__.clear()
         kept = {name: values[name] for name in KEPT_KEYS if name in values}
         super().__init__(

@@ -389,8 +389,8 @@ def vllm_arguments(
             (module, None),
         )
         parent, _, last = f"{layer}.{released}".rpartition(".")
-        own = last if shard is None else module.rpartition(".")[2]
-        return dict(quant_config=quant_config, prefix=f"{parent}.{own}")  # noqa: C408
+        name = last if shard is None else module.rpartition(".")[2]
+        return dict(quant_config=quant_config, prefix=f"{parent}.{name}")  # noqa: C408
 
     return arguments_of
 

@@ -130,15 +130,15 @@ class LayerPass:
         ``masked``: ``CanvasStore.masked``.
         """
 
-    def asked(self, results: Results) -> list[Tensor]:
+    def tensors_to_read(self, results: Results) -> list[Tensor]:
         """Tensors that the host has to read after the pass. They are copied together
         with the filled tokens, so that the host waits once."""
         return []
 
-    def take_answers(
-        self, index: int, results: Results, answers: Sequence[np.ndarray]
+    def take_read_tensors(
+        self, index: int, results: Results, arrays: Sequence[np.ndarray]
     ) -> int | None:
-        """Take the host copies of ``asked`` for a request, whose canvas has the step's
+        """Take the host copies of ``tensors_to_read`` for a request, whose canvas has the step's
         tokens already. Returns the final number of key slots that the request needs in
         the table that its layers share, on the rank that needs most; None if this pass
         does not decide it. The same on every rank."""

@@ -126,11 +126,11 @@ class AddingPass(PagedPass):
         self.named_rows = on_device(np.concatenate(named), batch.device)
         """Batch rows of the positions in ``plan.adds`` of each of ``updating``."""
 
-    def batch_rows(self, index: int, own: np.ndarray) -> np.ndarray:
-        """Indices in the batch of rows of a request; ``own``: their indices in the
-        request.
+    def batch_rows(self, index: int, request_rows: np.ndarray) -> np.ndarray:
+        """Indices in the batch of rows of a request. ``request_rows``: their indices in
+        the request.
         """
-        return self.batch.bounds[index] + own
+        return self.batch.bounds[index] + request_rows
 
     def _keep_anchors(self, row_slots: Tensor) -> None:
         """Set the slots of rows at the beginning of a canvas that requests read and

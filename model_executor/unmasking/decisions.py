@@ -24,21 +24,21 @@ def decide(
     Waits for the device once. Also returns the failures of single decisions."""
     device = hidden.device
     canvases = group.batch.canvases
-    asked = []
+    row_tokens = []
     for index in group.members:
         decision = canvases[index].decision
         assert decision is not None
-        asked.append((group.rows_of(index), on_device(decision.columns, device)))
-    logprobs = on_host(predictor.logprobs_at(hidden, asked))
+        row_tokens.append((group.rows_of(index), on_device(decision.columns, device)))
+    logprobs = on_host(predictor.logprobs_at(hidden, row_tokens))
     parts = [np.empty((4, 0), np.int64)]
     failures: Failures = {}
-    for index, (rows, _), of_request in zip(
-        group.members, asked, logprobs, strict=True
+    for index, (rows, _), request_logprobs in zip(
+        group.members, row_tokens, logprobs, strict=True
     ):
         try:
             positions = group.columns[2, rows]
-            wide = of_request.astype(np.float64)
-            parts.append(_commit(index, canvases[index], positions, wide))
+            exact = request_logprobs.astype(np.float64)
+            parts.append(_commit(index, canvases[index], positions, exact))
         except Exception as error:
             request_id = group.batch.request_ids[index]
             failures[request_id] = failure_of(request_id, error)
@@ -91,13 +91,13 @@ def _keep_logprobs(
             canvas.spec.layout.prompt_length + position,
             options[position],
         )
-        own = values[names == token].max()
+        token_logprob = values[names == token].max()
         # Fewer tokens than requested may be possible. Repetitions of the first fill the
         # rest, and are not shown.
         num_kept = kept.top.shape[1]
         order = np.argsort(-values)[:num_kept]
         order = np.append(order, np.repeat(order[:1], num_kept - len(order)))
-        kept.token[place] = float(own)
-        kept.rank[place] = 1 + int((values > own).sum())
+        kept.token[place] = float(token_logprob)
+        kept.rank[place] = 1 + int((values > token_logprob).sum())
         kept.top_tokens[place] = torch.from_numpy(names[order])
         kept.top[place] = torch.from_numpy(values[order])

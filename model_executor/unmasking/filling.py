@@ -71,9 +71,9 @@ class StepOutcome:
 
 
 def outcomes_of(
-    filled: list[list[Filled]], num_requests: int, asked: Sequence[Tensor] = ()
+    filled: list[list[Filled]], num_requests: int, tensors: Sequence[Tensor] = ()
 ) -> tuple[list[StepOutcome], list[np.ndarray]]:
-    """The outcome of each step, and host copies of the tensors ``asked``. Waits for the
+    """The outcome of each step, and host copies of other ``tensors``. Waits for the
     device once.
     """
     parts = list(chain.from_iterable(filled))
@@ -83,8 +83,8 @@ def outcomes_of(
         for _ in filled
     ]
     if not parts:
-        return outcomes, on_host(asked)
-    columns, *answers = on_host([torch.cat(parts, dim=1), *asked])
+        return outcomes, on_host(tensors)
+    columns, *arrays = on_host([torch.cat(parts, dim=1), *tensors])
     stop = 0
     for outcome, step_parts in zip(outcomes, filled, strict=True):
         start = stop
@@ -107,7 +107,7 @@ def outcomes_of(
             outcome.not_finite.update(
                 columns[0, start:stop][flags == NOT_FINITE].tolist()
             )
-    return outcomes, answers
+    return outcomes, arrays
 
 
 Choice = tuple[Measure, Rule]

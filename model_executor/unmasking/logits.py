@@ -91,8 +91,8 @@ def class_maxima(scores: Tensor, class_of: Tensor, num_classes: int) -> Tensor:
     ``scores``: ``[num_rows, num_tokens]``; ``class_of``: class of each token,
     ``[num_tokens]``.
     """
-    found = scores.new_full((scores.shape[0], num_classes + 1), -torch.inf)
-    return found.scatter_reduce_(1, class_of.expand_as(scores), scores, "amax")[:, :-1]
+    maxima = scores.new_full((scores.shape[0], num_classes + 1), -torch.inf)
+    return maxima.scatter_reduce_(1, class_of.expand_as(scores), scores, "amax")[:, :-1]
 
 
 def best_of_class(
@@ -128,8 +128,10 @@ def log_totals(logits: Tensor, tp_group: GroupCoordinator) -> Tensor:
     """Log of the sum of exponentials of each row's logits on all ranks, float32
     ``[num_rows]``, from this rank's ``[num_rows, num_tokens]``.
     """
-    _, _, own, *_ = token_statistics(logits, -1, with_entropy=False, with_margin=False)
-    return gather_from_ranks(own, tp_group).logsumexp(dim=0)
+    _, _, shard_total, *_ = token_statistics(
+        logits, -1, with_entropy=False, with_margin=False
+    )
+    return gather_from_ranks(shard_total, tp_group).logsumexp(dim=0)
 
 
 def logits_at(
@@ -144,10 +146,12 @@ def logits_at(
     logits, first_token = shard
     columns = tokens - first_token
     size = logits.shape[-1]
-    own = logits[rows, columns.clamp(0, size - 1)].float()
+    shard_logits = logits[rows, columns.clamp(0, size - 1)].float()
     if tp_group.world_size > 1:  # the token is in one rank's shard
-        own = own.masked_fill((columns < 0) | (columns >= size), -torch.inf)
-    return gather_from_ranks(own, tp_group).amax(dim=0)
+        shard_logits = shard_logits.masked_fill(
+            (columns < 0) | (columns >= size), -torch.inf
+        )
+    return gather_from_ranks(shard_logits, tp_group).amax(dim=0)
 
 
 def token_logprobs(
@@ -168,8 +172,8 @@ def token_logprobs(
         log_total = log_totals(logits, tp_group)
     columns = tokens - first_token
     size = logits.shape[-1]
-    here = columns.clamp(0, size - 1)[:, None]
-    token_logit = logits.gather(-1, here)[:, 0]
+    shard_columns = columns.clamp(0, size - 1)[:, None]
+    token_logit = logits.gather(-1, shard_columns)[:, 0]
     if sharded:  # the token is in one rank's shard
         elsewhere = (columns < 0) | (columns >= size)
         token_logit = gather_from_ranks(
@@ -180,8 +184,8 @@ def token_logprobs(
     larger = (logits > token_logit[:, None]).sum(dim=-1)
     if sharded:
         top_tokens, top = (gather_shards(x, tp_group) for x in (top_tokens, top))
-        top, kept = top.topk(min(num_logprobs, top.shape[-1]), dim=-1)
-        top_tokens = top_tokens.gather(-1, kept)
+        top, order = top.topk(min(num_logprobs, top.shape[-1]), dim=-1)
+        top_tokens = top_tokens.gather(-1, order)
         larger = gather_from_ranks(larger, tp_group).sum(dim=0)
     return TokenLogprobs(
         token=token_logit.float() - log_total,

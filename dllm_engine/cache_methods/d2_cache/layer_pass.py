@@ -120,7 +120,7 @@ class RolloutPass(LayerPass):
                 padded(size) or size for size in (*sizes, num_rows)
             )
             self.num_tokens = self.tables.tables.shape[2] * pages.page_size
-        self.groups = [(size, len([*alike])) for size, alike in groupby(sizes)]
+        self.groups = [(size, len([*group])) for size, group in groupby(sizes)]
         """Rows of a request, at most, and number of the requests that it holds for; in
         batch order.
         """
@@ -231,7 +231,7 @@ class RolloutPass(LayerPass):
             )
             canvas.own.confidence[positions] = confidence.float()
 
-    def asked(self, results: Results) -> list[Tensor]:
+    def tensors_to_read(self, results: Results) -> list[Tensor]:
         """Importance and confidence of every position, per request."""
         kept = [canvas.own.confidence for canvas in self.batch.canvases]
         importance = chain.from_iterable(results)
@@ -239,10 +239,10 @@ class RolloutPass(LayerPass):
             torch.stack((x[: len(y)], y)) for x, y in zip(importance, kept, strict=True)
         ]
 
-    def take_answers(
-        self, index: int, results: Results, answers: Sequence[np.ndarray]
+    def take_read_tensors(
+        self, index: int, results: Results, arrays: Sequence[np.ndarray]
     ) -> int | None:
-        importance, confidence = answers[index].astype(np.float64)
+        importance, confidence = arrays[index].astype(np.float64)
         rows = self._next_rows(index, importance, confidence)
         self.batch.canvases[index].own.next_rows = rows
         return None

@@ -278,7 +278,7 @@ class EarlySkipPass(LayerPass):
             return None
         sizes = tuple((stage.num_paged_rows, *stage.sizes) for stage in self.stages)
         layout = sizes, tuple(self.skips), tuple(self.reading)
-        own = [self.confidences, self.bonuses] if any(self.skips) else []
+        skip_inputs = [self.confidences, self.bonuses] if any(self.skips) else []
         parts: list[Any] = [
             self.tables,
             *self.stages,
@@ -286,10 +286,10 @@ class EarlySkipPass(LayerPass):
             *filter(None, [self.features]),
         ]
         if self.copy_tokens is not None:
-            own.append(self.copy_tokens)
+            skip_inputs.append(self.copy_tokens)
             parts += [self.attended, self.copies]
-        own += [tensor for part in parts for tensor in part.graph_inputs()]
-        return GraphParts(layout, own)
+        skip_inputs += [tensor for part in parts for tensor in part.graph_inputs()]
+        return GraphParts(layout, skip_inputs)
 
     def finished(self, results: Results) -> tuple[Tensor, Sequence[int]] | None:
         return (results[0], self.stages[-1].sizes) if self.drops_rows else None

@@ -43,14 +43,16 @@ class MaskedRows:
         rows = np.zeros(shape, dtype=np.int64)
         keep = np.zeros((len(requests), 1), dtype=np.int64)
         exist, have_neighbours, unprocessed = flags = np.zeros((3, *shape), dtype=bool)
-        for number, own in enumerate(requests):
-            if own is None:
+        for number, request_masks in enumerate(requests):
+            if request_masks is None:
                 continue
-            size, keep[number] = own.rows.size, own.keep
-            rows[number, :size] = own.rows
+            size, keep[number] = request_masks.rows.size, request_masks.keep
+            rows[number, :size] = request_masks.rows
             exist[number, :size] = True
-            have_neighbours[number, : size - 1] = np.diff(own.positions) == 1
-            unprocessed[number, :size] = own.positions >= own.processed
+            have_neighbours[number, : size - 1] = np.diff(request_masks.positions) == 1
+            unprocessed[number, :size] = (
+                request_masks.positions >= request_masks.processed
+            )
         self.rows = on_device(rows, device)
         self.flags = on_device(flags, device, torch.bool)
         """True for a row that exists; whose right neighbour is the next masked row; and

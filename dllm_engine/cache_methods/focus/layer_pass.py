@@ -93,7 +93,7 @@ class FocusPass(LayerPass):
         width = max(canvas.spec.layout.attended_length for canvas in batch.canvases)
         self.masked = None
         """None: no request drops rows."""
-        if any(own is not None for own in masks):
+        if any(request_masks is not None for request_masks in masks):
             self.masked = MaskedRows(masks, width, batch.device)
         last_rows = np.array(batch.bounds[1:]) - 1
         ends = (batch.host_positions[last_rows] + 1).tolist()
@@ -142,8 +142,8 @@ class FocusPass(LayerPass):
         masked = block.start + np.flatnonzero(canvas.known[slice(*block)] < 0)
         if masked.size <= state.keep:
             return None
-        own = self.batch.host_positions[self.batch.rows(index)]
-        rows = self.batch.bounds[index] + np.searchsorted(own, masked)
+        request_positions = self.batch.host_positions[self.batch.rows(index)]
+        rows = self.batch.bounds[index] + np.searchsorted(request_positions, masked)
         return OwnMasks(masked, rows, state.keep, state.processed)
 
     @staticmethod
@@ -238,21 +238,21 @@ class FocusPass(LayerPass):
     def _end_at_last(self, stay: Tensor, positions: Tensor) -> None:
         """Let the rows of each request attend to nothing behind the last that goes on."""
         ends = torch.zeros_like(self.ends)
-        own = torch.where(stay, positions + 1, 0).to(ends.dtype)
+        row_ends = torch.where(stay, positions + 1, 0).to(ends.dtype)
         requests = self.requests[: len(stay)]
-        self.tables.set_lengths(ends.scatter_reduce_(0, requests, own, "amax"))
+        self.tables.set_lengths(ends.scatter_reduce_(0, requests, row_ends, "amax"))
 
-    def asked(self, results: Results) -> list[Tensor]:
+    def tensors_to_read(self, results: Results) -> list[Tensor]:
         return [*results]
 
-    def take_answers(
-        self, index: int, results: Results, answers: Sequence[np.ndarray]
+    def take_read_tensors(
+        self, index: int, results: Results, arrays: Sequence[np.ndarray]
     ) -> int | None:
         rows = self.batch.rows(index)
         state = self.states[index]
         finished = self.batch.host_positions[rows]
         if results:
-            finished = finished[answers[0][rows]]
+            finished = finished[arrays[0][rows]]
         self.finished_positions[index] = finished
         canvas = self.batch.canvases[index]
         if state is not None:

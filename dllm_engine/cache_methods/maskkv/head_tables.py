@@ -83,12 +83,12 @@ class HeadTables(BatchTables):
         prompt_length]`` bool, ``kept`` its row sums."""
         numbers = (chosen.cumsum(dim=1) - 1).masked_fill(~chosen, -1)
         canvas = self.batch.canvases[index]
-        own: RetainedPrompt = canvas.own
-        own.numbers.append(numbers.T.int())
-        own.kept[layer] = self.kept[layer, index] = kept
-        lengths = own.kept[: layer + 1] + canvas.layout.gen_length
+        retained: RetainedPrompt = canvas.own
+        retained.numbers.append(numbers.T.int())
+        retained.kept[layer] = self.kept[layer, index] = kept
+        lengths = retained.kept[: layer + 1] + canvas.layout.gen_length
         ends = lengths.flatten().cumsum(dim=0)[-len(kept) :]
-        own.starts[layer] = self.starts[layer, index] = ends - lengths[-1]
+        retained.starts[layer] = self.starts[layer, index] = ends - lengths[-1]
         read_of_response = self.batch.plans[index].read - canvas.layout.prompt_length
         self.head_len[layer, index] = kept + read_of_response
 

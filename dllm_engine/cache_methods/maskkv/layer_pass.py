@@ -113,10 +113,10 @@ class MaskKVPass(AdaptivePass):
             index: layer_budgets(
                 options.layer_budget,
                 average_budget(batch.canvases[index].spec),
-                own,
+                layer_importances,
                 base_share=options.beta,
             )
-            for index, own in importance.items()
+            for index, layer_importances in importance.items()
         }
 
     def rows_computed(self, index: int, num_rows: int, results: Results) -> int:
@@ -124,11 +124,11 @@ class MaskKVPass(AdaptivePass):
             index in self.measuring
         )
 
-    def asked(self, results: Results) -> list[Tensor]:
+    def tensors_to_read(self, results: Results) -> list[Tensor]:
         return [results[-1].amax(dim=1)] if self.voting else []
 
-    def take_answers(
-        self, index: int, results: Results, answers: Sequence[np.ndarray]
+    def take_read_tensors(
+        self, index: int, results: Results, arrays: Sequence[np.ndarray]
     ) -> int | None:
         if index not in self.voting:
             return None
@@ -137,7 +137,7 @@ class MaskKVPass(AdaptivePass):
             * self.num_layers
             * self.pages.num_kv_heads
         )
-        return int(answers[0][self.voting.index(index)]) + response
+        return int(arrays[0][self.voting.index(index)]) + response
 
     def record(self, index: int, results: Results) -> dict[str, Any]:
         entries = super().record(index, results[:-1] if self.voting else results)
@@ -156,14 +156,14 @@ class MaskKVPass(AdaptivePass):
             ]
         return entries
 
-    def _of_all_heads(self, own: Tensor) -> Tensor:
+    def _of_all_heads(self, rank_values: Tensor) -> Tensor:
         """Numbers of all KV heads of the model, ``[total_kv_heads, ...]``, from those
         of this rank's, ``[num_kv_heads, ...]``; floating-point ones, because ranks on
         CPUs exchange no others. Every rank must call it."""
         world = get_tensor_model_parallel_world_size()
         # With more ranks than heads, neighbouring ranks have the same head.
-        copies = world * own.shape[0] // self.pages.geometry.total_kv_heads
-        return tensor_model_parallel_all_gather(own, dim=0)[::copies]
+        copies = world * rank_values.shape[0] // self.pages.geometry.total_kv_heads
+        return tensor_model_parallel_all_gather(rank_values, dim=0)[::copies]
 
     def _attend(
         self,

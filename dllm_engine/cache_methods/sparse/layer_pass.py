@@ -104,8 +104,8 @@ class SparsePass(AddingPass):
         """Rows of the window of each of ``updating``."""
         for i in self.updating:
             plan = batch.plans[i]
-            own = np.arange(*plan.window) - plan.span.start + plan.num_anchored
-            self.windows.append(on_device(batch.bounds[i] + own, batch.device))
+            window_rows = np.arange(*plan.window) - plan.span.start + plan.num_anchored
+            self.windows.append(on_device(batch.bounds[i] + window_rows, batch.device))
 
     def graph_parts(self) -> GraphParts | None:
         batch = self.batch
@@ -149,8 +149,8 @@ class SparsePass(AddingPass):
 
         return run_layers(layers, hidden, phases, attend_and_retain), [retained]
 
-    def take_answers(
-        self, index: int, results: Results, answers: Sequence[np.ndarray]
+    def take_read_tensors(
+        self, index: int, results: Results, arrays: Sequence[np.ndarray]
     ) -> int | None:
         """Remember what is retained where a later refresh renews a part of it."""
         added = self.added(index)
@@ -167,19 +167,21 @@ class SparsePass(AddingPass):
         added = self.added(index)
         if added is None:
             return {}
-        own = self.batch.canvases[index].own
+        retained = self.batch.canvases[index].own
         positions = (
-            self.positions_of(results[0][:, added]) if own is None else own.positions
+            self.positions_of(results[0][:, added])
+            if retained is None
+            else retained.positions
         )
         return {"retained_positions": [sorted(layer) for layer in positions.tolist()]}
 
-    def batch_rows(self, index: int, own: np.ndarray) -> np.ndarray:
+    def batch_rows(self, index: int, request_rows: np.ndarray) -> np.ndarray:
         """Positions before the rows of a request are shared candidates."""
-        rows = super().batch_rows(index, own)
+        rows = super().batch_rows(index, request_rows)
         if index in self.first_shared:
             plan = self.batch.plans[index]
-            number = own + plan.span.start - plan.num_anchored
-            rows = np.where(own < 0, self.first_shared[index] + number, rows)
+            number = request_rows + plan.span.start - plan.num_anchored
+            rows = np.where(request_rows < 0, self.first_shared[index] + number, rows)
         return rows
 
     def positions_of(self, rows: Tensor) -> Tensor:
@@ -248,11 +250,11 @@ class SparsePass(AddingPass):
                 continue
             rows = batch.rows(i)
             plan = batch.plans[i]
-            own = q[rows], k[rows], v[rows]
-            _, lse = attention_with_lse(*own, [0, plan.span.size])
+            qkv = q[rows], k[rows], v[rows]
+            _, lse = attention_with_lse(*qkv, [0, plan.span.size])
             numbers = layer, self.pages.first_kv_head, options.observation_window
             scored = ScoredLayer(
-                *own[:2], lse, batch.canvases[i], plan.window, *numbers
+                *qkv[:2], lse, batch.canvases[i], plan.window, *numbers
             )
             scorer = SCORERS[options.scorer]
             scores.append(scorer.score(scored, candidates - rows.start).sum(dim=0))
