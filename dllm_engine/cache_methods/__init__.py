@@ -1,6 +1,6 @@
-"""Cache methods, a folder each: ``method.py`` has the options, the plan and the pages,
-``layer_pass.py`` the pass, if it is the method's own. An entry point in
-``pyproject.toml`` names each; other packages add theirs the same way.
+"""Cache methods, one folder each: ``method.py`` has the options, the plan and the
+pages, and ``layer_pass.py`` the layer pass, if no shared one fits. An entry point in
+``pyproject.toml`` names each method. Other packages add methods in the same way.
 
 ``method.py`` names its pass and does not import it, so that a scheduler imports no
 model.
@@ -13,7 +13,7 @@ from dllm_engine.families import Attention
 CACHE_METHODS = EntryPointGroup(
     "dllm.cache_methods", CacheMethod, reserved=("all", "auto")
 )
-"""By the name that ``cache_method`` takes."""
+"""Cache methods by their names in the option ``cache_method``."""
 DEFAULT_METHODS: dict[Attention, str] = {
     "full": "none",
     "block_causal": "block",
@@ -23,7 +23,7 @@ DEFAULT_METHODS: dict[Attention, str] = {
 
 
 def methods_for(attention: Attention) -> list[str]:
-    """The names of the methods for a kind of attention."""
+    """Names of the methods for a kind of attention."""
     return [
         name for name, method in CACHE_METHODS.items() if attention in method.attention
     ]

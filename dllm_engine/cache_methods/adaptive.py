@@ -1,5 +1,6 @@
 """dLLM-Cache's schedule (arXiv 2506.06295): prompt and response are refreshed at
-intervals of their own, and between refreshes the response rows that have changed most.
+separate intervals, and between refreshes the response rows that have changed most are
+recomputed.
 """
 
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ from dllm_engine.decoding.step_plan import RefreshState, Scope, StepPlan
 
 class AdaptiveOptions(CacheOptions):
     """Options of dLLM-Cache's schedule (arXiv 2506.06295). Intervals count forward
-    passes over the response; where the number of tokens that a pass unmasks is open
-    (parallel unmasking, a guide), what ``interval_unit`` says."""
+    passes over the response. If a pass may unmask any number of tokens (parallel
+    unmasking, a guide), ``interval_unit`` decides what they count."""
 
     prompt_refresh_interval: Positive = 50
     """Forward passes, or tokens, from one computation of the prompt to the next (Kp).
@@ -65,16 +66,17 @@ class AdaptiveStep:
     """A step that recomputes, in each layer, the response rows that have changed most."""
 
     num_updated: int
-    """Rows per layer. An update of 0 rows still renews the values that rows are
-    compared by.
+    """Rows that each layer recomputes. With 0 rows, the values that rows are compared
+    by are still renewed.
     """
 
 
 def plan_adaptive(spec: DecodingSpec, progress: Progress) -> StepPlan:
-    """Algorithm 1: prompt and response are recomputed at intervals of their own,
-    counted over the whole response (``_due``); between them ``update_ratio`` of the
-    response rows are, chosen per layer. A ratio of 0 reuses the response as it is; one
-    that comes to less than a row recomputes none, but still replaces all values.
+    """Algorithm 1: prompt and response are recomputed at separate intervals, counted
+    over the whole response (``_due``). In between, each layer recomputes
+    ``update_ratio`` of the response rows. A ratio of 0 reuses the response unchanged. A
+    ratio that amounts to less than a row recomputes no row, but still replaces all
+    values.
     """
     options = AdaptiveOptions.of(spec)
     prompt_due = _due(options.prompt_refresh_interval, spec, progress)
@@ -117,16 +119,16 @@ def _due(interval: int, spec: DecodingSpec, progress: Progress) -> bool:
 
 def live_start(spec: DecodingSpec) -> int:
     """First canvas position whose hidden state every step needs (MaskKV's prompt-state
-    exclusion). States of the prompt are read by nothing but their own later layers,
-    except that with shifted logits the last one predicts the response's first token."""
+    exclusion). Only later layers of the same row read the state of a prompt row, except
+    that with shifted logits the last row predicts the response's first token."""
     if not AdaptiveOptions.of(spec).exclude_prompt_states:
         return 0
     return max(spec.layout.prompt_length - spec.layout.shifts_logits, 0)
 
 
 def feature_pages(spec: DecodingSpec, geometry: PoolGeometry) -> list[int]:
-    """Pages of features. A layer that recomputes every live row in every step needs
-    none.
+    """Pages of features per layer. A layer that recomputes every live row in every step
+    needs none.
     """
     features = [
         geometry.feature_pages(

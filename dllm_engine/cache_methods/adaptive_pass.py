@@ -1,12 +1,11 @@
-"""dLLM-Cache (arXiv 2506.06295), also of what MaskKV (arXiv 2510.09309) retains: each
-layer recomputes the prompt, the response, or those response rows whose values have
-changed most.
+"""Layer pass of dLLM-Cache (arXiv 2506.06295), also for the tokens that MaskKV (arXiv
+2510.09309) retains: each layer recomputes the prompt, the response, or the response
+rows whose values have changed most.
 
 Between refreshes the residual stream of the response stays live: a row that a layer
 does not recompute gets that layer's kept *features* instead, the sum of its attention
 output and its feed-forward output when it was last recomputed. (The papers keep the two
-apart; they are only ever added one after the other, so their sum is all there is to
-keep.)
+outputs separately. They are only added one after the other, so their sum is enough.)
 """
 
 from collections.abc import Iterable, Sequence
@@ -55,7 +54,7 @@ class KeptTables(Protocol):
 
 @dataclass(frozen=True)
 class LayersRun:
-    """Tensors of one run of the layers, which write into them."""
+    """Tensors of one run of the layers. Layers write into them."""
 
     hidden: Tensor
     phases: RotaryPhases
@@ -67,11 +66,11 @@ class LayersRun:
 
 
 class AdaptivePass(LayerPass):
-    """Refreshes the scope of each request's plan, and an ``AdaptiveStep``'s response
-    rows of those it does not cover.
+    """Pass that refreshes the scope of each request's plan, and with an
+    ``AdaptiveStep`` also some response rows outside the scope.
 
-    Requests refreshing different scopes, and those between refreshes, share the pass.
-    Pages hold K/V, and features of the rows from the last that the response needs.
+    Requests that refresh different scopes, and requests between refreshes, share the
+    pass. Pages hold K/V, and features of the rows whose states every step needs.
     """
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
@@ -80,8 +79,8 @@ class AdaptivePass(LayerPass):
         self.pages = pages
         self.tables = self._tables(batch, pages)
         self.first_adaptive_layer = int(self.options.refresh_first_layer)
-        """Layers before it recompute every row in every step, and keep no features: as
-        in the authors' code, so that changed tokens enter all other layers."""
+        """Layers before this one recompute every row in every step, and keep no
+        features, as in the authors' code. So changed tokens enter all other layers."""
         device = batch.device
         kept = [
             Span(live_start(canvas.spec), canvas.layout.canvas_length)
@@ -106,15 +105,17 @@ class AdaptivePass(LayerPass):
         self.num_updated = [
             None if plan.own is None else plan.own.num_updated for plan in batch.plans
         ]
-        """Response rows that each request's layers choose; None: they choose none."""
+        """Number of response rows that each layer chooses, per request; None: layers
+        choose no rows.
+        """
         self.choice = RowChoice(refreshed, responses, self.num_updated, device)
-        """Recomputed rows: those refreshed, and of the response those that have changed
+        """Recomputed rows: refreshed rows, and the response rows that have changed
         most.
         """
         verified = self.choice.chosen_from
         self.verified: Rows | None = None
-        """Rows whose values are compared; a slice if these are all rows of the batch,
-        in order.
+        """Rows whose values are compared; a slice if they are all rows of the batch in
+        order.
         """
         if np.array_equal(verified, np.arange(batch.bounds[-1])):
             self.verified = slice(None)
@@ -126,8 +127,8 @@ class AdaptivePass(LayerPass):
             self.repeats = Repeats.SAME_WORK
         self.some_rows = self._split(self.choice.sizes)
         self.places = torch.full_like(batch.positions, -1)
-        """Place of each row among those recomputed, or −1. Each layer sets it for the
-        rows that it chooses from.
+        """Place of each row among the recomputed rows, or −1. Each layer sets the
+        places of the rows that it chooses from.
         """
         self.places[self.choice.fixed] = self.choice.fixed_places
 
@@ -136,9 +137,9 @@ class AdaptivePass(LayerPass):
         return TokenTables(batch, pages)
 
     def _split(self, sizes: Sequence[int]) -> SplitRows:
-        """Rows that a layer recomputes, so many of each request. A canvas that is
-        recomputed as a whole attends to what was just computed, unless its pages hold
-        less."""
+        """Split of the rows that a layer recomputes; ``sizes`` per request. A canvas
+        that is recomputed as a whole attends to its fresh rows, unless its pages hold
+        fewer tokens."""
         keeps_all = isinstance(self.tables, TokenTables)
         alone = [
             size == canvas.layout.canvas_length and (keeps_all or plan.forward == 0)
@@ -154,7 +155,7 @@ class AdaptivePass(LayerPass):
             for rows in (self.all_rows, self.some_rows)
         )
         if self.options.similarity == "random":
-            return None  # numbers of the request and of the step are drawn with
+            return None  # random numbers depend on the request's seed and the step
         verified = [self.verified] if isinstance(self.verified, Tensor) else []
         parts = self.features, self.choice, self.all_rows, self.some_rows, self.tables
         inputs = [
@@ -167,9 +168,7 @@ class AdaptivePass(LayerPass):
     def __call__(
         self, layers: Iterable[DecoderLayer], hidden: Tensor, phases: RotaryPhases
     ) -> tuple[Tensor, Results]:
-        """The results are the rows that each adaptive layer recomputes, if any of them
-        were chosen.
-        """
+        """Results: the rows that each adaptive layer recomputes, if some were chosen."""
         rows = self.places.new_empty(self.num_layers, self.some_rows.bounds[-1])
         rows[:, self.choice.fixed_places] = self.choice.fixed
         slots = self.tables.row_slots(), self.features.row_slots()
@@ -229,12 +228,12 @@ class AdaptivePass(LayerPass):
         )
 
     def _choose(self, run: LayersRun, index: int, layer: DecoderLayer) -> Tensor | None:
-        """Set the rows that the layer recomputes. Returns the values of all rows of the
-        batch, if all are verified.
+        """Choose the rows that the layer recomputes. Returns the values of all rows of
+        the batch if all rows are compared.
 
-        dLLM-Cache's V-verify: project all response rows to values, choose those least
-        similar to the kept values, and replace all kept values by the fresh ones. A
-        choice by chance verifies nothing.
+        dLLM-Cache's V-verify: project all response rows to values, choose the rows
+        least similar to the kept values, and replace all kept values by the fresh ones.
+        A random choice compares nothing.
         """
         if self.verified is None:
             return None
@@ -259,7 +258,7 @@ class AdaptivePass(LayerPass):
         return values
 
     def _random_numbers(self, layer: int, rows: Rows) -> Tensor:
-        """A random number of each row: the same at any batch, and on every rank."""
+        """A random number for each row, which does not depend on the batch or the rank."""
         counters = [
             [canvas.seed for canvas in self.batch.canvases],
             [plan.forward for plan in self.batch.plans],
@@ -267,8 +266,8 @@ class AdaptivePass(LayerPass):
         requests = self.batch.requests[rows]
         seeds, forwards = on_device(counters, self.batch.device)[:, requests]
         positions = self.batch.positions[rows]
-        # In the place of a token, numbers below ``NO_TOKEN``: apart from what tokens and
-        # positions are drawn with.
+        # Token ids below ``NO_TOKEN``, so that these draws are independent of the draws
+        # of tokens and positions.
         tokens = torch.full_like(positions, NO_TOKEN - 1 - layer)
         return uniform(seeds, forwards, positions, tokens)
 
@@ -280,8 +279,8 @@ class AdaptivePass(LayerPass):
         rows: Tensor | None,
         qkv: Sequence[Tensor],
     ) -> Tensor:
-        """Attention of recomputed rows, ``rows`` of the batch or all, after their K/V
-        have gone to pages.
+        """Write K/V of the recomputed rows to pages, then attend. ``rows``: their
+        indices in the batch; None: all rows.
         """
         _, k, v = qkv
         self.pages.write(k, v, run.row_slots[layer], rows)

@@ -1,4 +1,4 @@
-"""Cache methods as the scheduler sees them: options, a plan for each step, and the
+"""Interface of cache methods to the scheduler: options, a plan for each step, and the
 pages that a request holds.
 """
 
@@ -32,7 +32,7 @@ ScorerName = Literal[
 
 @dataclass(frozen=True)
 class PassCost:
-    """Cost of a forward pass beside its rows and pages."""
+    """Costs of a forward pass beside its rows and pages."""
 
     num_bytes: Callable[[int, int], int] = lambda rows, longest: 0
     """``num_bytes(rows, max_model_len)``: memory that the pass holds."""
@@ -43,32 +43,32 @@ class PassCost:
 
 @dataclass(frozen=True)
 class CacheMethod:
-    """A cache method: pure decisions, and the name of the layer pass that carries them
-    out.
+    """A cache method: pure decisions, and the name of the layer pass that executes
+    them.
 
-    The pass is named, not imported, so that neither the scheduler nor a command imports
-    a model's layers.
+    The pass is named, not imported, so that the scheduler and commands do not import a
+    model's layers.
     """
 
     plan: Callable[[DecodingSpec, Progress], StepPlan]
     """The next step of a request."""
     pages: HeldPages | None = None
-    """Pages that a request holds once a step of the given running blocks has written
-    them. Known before anything runs, so that they can be reserved. None: no pages."""
+    """Pages that a request holds after a step of the given running blocks. They must be
+    known before the request runs, so that they can be reserved. None: no pages."""
     options: type[CacheOptions] = CacheOptions
     """The model that validates ``cache_options``."""
     layer_pass: str = "dllm_engine.model_executor.passes.paged:RetentionPass"
     """``module:name``: ``name(batch, pages)`` makes the layer pass of a step."""
     attention: tuple[Attention, ...] = ("full",)
-    """Kinds of attention that the method is for. Methods for full attention approximate
-    keys and values that may change with every token."""
+    """Kinds of attention that the method supports. Methods for full attention
+    approximate keys and values, which may change with every token."""
     trims_suffix: bool = False
     """True if steps can leave out masked blocks far behind the window
     (``suffix_blocks``).
     """
     shortened: Callable[[StepPlan, DecodingSpec, int], StepPlan | None] | None = None
     """``shortened(plan, spec, max_rows)``: a part of the step with at most ``max_rows``
-    rows, or None if no part is so small. None: steps are computed as a whole."""
+    rows, or None if there is no such part. None: steps are computed as a whole."""
     keeps_for_good: bool = False
     """True if the keys and values of a token depend only on its block and the tokens
     before it, and never change. Then nothing is refreshed, requests with the same
@@ -86,7 +86,7 @@ class CacheMethod:
     def settings_for(
         self, model: str, family: ModelFamily
     ) -> tuple[bool, Mapping[str, Any]]:
-        """Return True if a model's name selects settings of papers, and the settings
+        """Return whether the model's name selects settings of papers, and the settings
         that the model gets.
         """
         papers = self.options.paper_settings
@@ -98,7 +98,7 @@ class CacheMethod:
         return word is not None, settings[[*settings][-1] if word is None else word]
 
     def serves(self, spec: DecodingSpec) -> bool:
-        """Return True if the method serves a request. What only approximates does not
+        """Return True if the method serves a request. An approximating method does not
         serve decisions: each of their few passes computes the whole canvas."""
         return spec.decision is None or self.keeps_for_good
 
@@ -110,15 +110,17 @@ class CacheMethod:
         )
 
     def fitted(self, plan: StepPlan, spec: DecodingSpec, max_rows: int) -> StepPlan:
-        """The step, or a part of it with at most ``max_rows`` rows if it has one."""
+        """The step, or if it is too large a part of it with at most ``max_rows`` rows,
+        if there is one.
+        """
         if plan.max_rows <= max_rows or self.shortened is None:
             return plan
         return self.shortened(plan, spec, max_rows) or plan
 
     def steps(self, spec: DecodingSpec) -> Iterator[tuple[StepPlan, Progress]]:
-        """Plans of all steps, each with the progress before it, if steps unmask the
-        schedule's count, edit nothing and draft what is right. The progress is one
-        object that advances."""
+        """Yield the plan of each step and the progress before it, assuming that steps
+        unmask the schedule's count, edit no token and draft right tokens. The same
+        progress object is advanced each time."""
         progress = Progress.begin(spec)
         while progress.num_unmasked < spec.layout.num_masks:
             plan = self.next_step(spec, progress)
@@ -132,12 +134,12 @@ class CacheMethod:
             progress.advance(spec, filled, masked, retained=plan.retained)
 
 
-# What several methods plan and hold
+# Plans and pages that several methods share
 
 
 def with_uniform_sampler(family: ModelFamily) -> ModelFamily:
-    """The family with ES-dLLM's sampler: equally many tokens per step, ordered by plain
-    probability if greedy.
+    """The family with ES-dLLM's sampler: equally many tokens per step, ordered by the
+    plain probability if greedy.
     """
     return replace(
         family,
@@ -148,8 +150,8 @@ def with_uniform_sampler(family: ModelFamily) -> ModelFamily:
 
 
 def plan_whole(spec: DecodingSpec, progress: Progress) -> StepPlan:
-    """A step that computes all that the running blocks can see, but for a shared
-    beginning of the prompt, which alone is kept in pages.
+    """Plan a step that computes everything that the running blocks see, except a shared
+    beginning of the prompt, which is all that pages keep.
     """
     visible = spec.layout.visible(progress.window(spec))
     start = progress.num_shared
@@ -168,8 +170,9 @@ def plan_behind_prefix(
     *,
     window_alone: bool = True,
 ) -> StepPlan:
-    """A step of a method that keeps the beginning of the canvas: it computes ``start``
-    … ``stop - 1``, reads all before ``start``, and keeps what lies before ``keep``."""
+    """Plan a step of a method that keeps the beginning of the canvas: it computes
+    ``start`` … ``stop - 1``, reads everything before ``start``, and keeps everything
+    before ``keep``."""
     adds = [Retention.whole(Span(start, keep))] if keep > start else []
     state = (
         RefreshState.UPDATE
@@ -192,9 +195,7 @@ def plan_on_canvas(
     *,
     window_alone: bool = False,
 ) -> StepPlan:
-    """A step of a method that keeps every position, as the last step left it that
-    computed it.
-    """
+    """Plan a step of a method that keeps every position as it was last computed."""
     kept = spec.layout.visible(progress.window(spec))
     work = StepWork(state, scope, span, read=fast_pass_span(progress, kept).stop)
     plan = step_plan(spec, progress, work, window_alone=window_alone)
@@ -203,7 +204,7 @@ def plan_on_canvas(
 
 
 def hold_tokens(retained: Callable[[DecodingSpec, Blocks], int]) -> HeldPages:
-    """Keys and values of ``retained(spec, running)`` tokens in every layer."""
+    """Pages for keys and values of ``retained(spec, running)`` tokens in every layer."""
     return lambda spec, running, geometry: geometry.uniform(retained(spec, running))
 
 

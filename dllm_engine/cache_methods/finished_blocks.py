@@ -1,9 +1,9 @@
-"""Steps of methods that keep finished blocks, whose keys and values are exact where
-attention goes by blocks.
+"""Steps of methods that keep finished blocks. With attention by blocks their keys and
+values are exact.
 
-A block is finished when none of its tokens can change. With token editing, a step
-that begins without masks keeps its block as well: if it replaces no token, what it
-has kept is final, and the next block feeds that no more.
+A block is finished when none of its tokens can change. With token editing, a step that
+begins without masks also keeps its block: if it replaces no token, the kept block is
+final, and the next block does not feed it again.
 """
 
 from dataclasses import replace
@@ -24,21 +24,22 @@ from dllm_engine.decoding.step_plan import (
 
 
 def plan_blocks(spec: DecodingSpec, progress: Progress) -> StepPlan:
-    """The first step of a block feeds what is finished before it and not kept yet (the
-    prompt, or the block before), keeps that, and predicts the block in the same pass.
-    The others feed the block alone."""
+    """The first step of a block feeds the finished tokens before it that are not kept
+    yet (the prompt, or the block before), keeps them, and predicts the block in the
+    same pass. Other steps feed only the block."""
     block = spec.layout.from_block_start(progress.window(spec))
     kept = progress.retained
     final = block.start if progress.num_masked else tokens_kept(spec, progress.running)
     stop = block.stop
     if predicts_next(spec, progress):
-        # Rows of finished tokens, and of drafts that will be if they are right.
+        # Keep rows of finished tokens, and of drafts, which are final if they are
+        # right.
         final = stop = block.stop if spec.layout.round_length else block.start
     if kept == final:
         work = StepWork(RefreshState.REUSE, Scope.ACTIVE, block, read=kept)
         return step_plan(spec, progress, work)
     finished = Retention.whole(Span(kept, final))
-    # Nothing is read before the first pages are written.
+    # Before the first pages are written, nothing is read.
     scope = Scope.ACTIVE if kept else Scope.ALL
     span = Span(kept, stop)
     work = StepWork(RefreshState.UPDATE, scope, span, read=kept, adds=[finished])
@@ -46,9 +47,9 @@ def plan_blocks(spec: DecodingSpec, progress: Progress) -> StepPlan:
 
 
 def shorten(plan: StepPlan, spec: DecodingSpec, max_rows: int) -> StepPlan | None:
-    """Cut ``plan`` to a part of what it keeps before its block: whole blocks of at most
-    ``max_rows``. The part fills nothing and has nothing of a method's own. None where
-    no block fits.
+    """Cut ``plan`` to a part of the tokens that it keeps before its block: whole
+    blocks, at most ``max_rows``. The part fills nothing, and drops ``own``. None if no
+    block fits.
     """
     start = plan.span.start
     block = spec.layout.from_block_start(plan.window)
@@ -74,8 +75,9 @@ def shorten(plan: StepPlan, spec: DecodingSpec, max_rows: int) -> StepPlan | Non
 
 
 def tokens_kept(spec: DecodingSpec, running: Blocks) -> int:
-    """The most tokens that pages hold while a block runs: those before it, and with
-    token editing its own, unless it is the last. In a round, those of its drafts."""
+    """The most tokens that pages hold while a block runs: the tokens before it, and
+    with token editing also its own tokens, unless it is the last block. In a round of
+    self-speculation, also the drafts."""
     block = spec.layout.from_block_start(spec.layout.span_of(running))
     if spec.layout.round_length is not None:
         return block.stop

@@ -10,15 +10,15 @@ from dllm_engine.decoding.spec import CacheOptions, DecodingSpec, Guidance, Sche
 
 @dataclass(frozen=True)
 class PageDemand:
-    """Pages of requests of a cache method, in a pool of a geometry."""
+    """Numbers of pages that requests need with a cache method and a page geometry."""
 
     method: CacheMethod
     geometry: PoolGeometry
     share_prompts: bool = False
 
     def held(self, spec: DecodingSpec, running: Blocks) -> PageCounts:
-        """Pages that a request holds while ``running`` run, including those of the
-        guide.
+        """Pages that a request holds while the blocks ``running`` run, including pages
+        of the guide.
         """
         counts: PageCounts = {}
         if self.method.pages is not None and self.method.serves(spec):
@@ -40,14 +40,14 @@ class PageDemand:
 
     def most(self, spec: DecodingSpec) -> int:
         """The most pages a request holds at any time of its life."""
-        # What is left out behind a window would only make it hold less.
+        # A request that leaves out blocks behind the window holds fewer pages.
         spec = replace(spec, layout=replace(spec.layout, suffix_blocks=None))
         return max(self.num_held(spec, running) for running in spec.extreme_windows)
 
     def at_admission(self, spec: DecodingSpec, running: Blocks) -> int:
         """Pages reserved at admission with ``running`` blocks: the most that the
-        request can need. Methods that keep tokens for good reserve the pages that also
-        keep the running blocks, unless a request must not lose them."""
+        request can need. A method that keeps tokens for good reserves only enough to
+        keep the running blocks too, unless the request must never lose its pages."""
         if not self.method.keeps_for_good or spec.cache.keeps_running_block:
             return self.most(spec)
         following = min(running.stop, spec.layout.num_blocks - 1)
@@ -56,9 +56,9 @@ class PageDemand:
     def longest(self, options: CacheOptions, canvas_length: int) -> int:
         """The most pages that any request of at most ``canvas_length`` can need.
 
-        Demand grows with the canvas, and evenly from prompt to response and with the
-        window, so the extremes bound it. Raises ``ValueError`` if the pages, or a
-        guide, do not suit the method.
+        Demand grows with the canvas, and changes evenly with the length of the prompt
+        and with the window, so the extremes bound it. Raises ``ValueError`` if the page
+        size, or a guide, does not suit the method.
         """
         has_guide = self.geometry.guide is not None
         if has_guide and (settings := options.unguided):

@@ -1,8 +1,8 @@
 """Scores of tokens for each KV head of a layer. A new scorer is a function and its
 entry in ``SCORERS``.
 
-Scores cover this rank's heads and are never negative, so that their sum is a head's
-interest in all tokens.
+Scores cover this rank's heads and are never negative, so that their sum measures a
+head's interest in all tokens.
 """
 
 from collections.abc import Callable
@@ -29,9 +29,8 @@ QUARTERS = ("first", "second", "third", "last")
 
 @dataclass(frozen=True)
 class ScoredLayer:
-    """One layer of one request in a forward pass, which to be scored must compute its
-    canvas from position 0: all ``n`` positions of it, or those that ``suffix_blocks``
-    leaves."""
+    """One layer of one request in a forward pass. The pass must compute the canvas from
+    position 0: all ``n`` positions, or the positions that ``suffix_blocks`` leaves."""
 
     q: Tensor
     """``[n, num_heads, head_dim]``, after RoPE."""
@@ -44,28 +43,30 @@ class ScoredLayer:
     """Canvas positions of the running blocks."""
     layer: int
     first_kv_head: int
-    """Number of this rank's first KV head in the model."""
+    """Index of this rank's first KV head in the model."""
     observation_window: int = SNAPKV_WINDOW
     """Last prompt tokens whose queries vote (``snapkv``)."""
 
 
 class Scorer(NamedTuple):
-    """A score of tokens, and how a head with a budget retains them."""
+    """A score of tokens, and its use by a head with a budget."""
 
     score: Callable[[ScoredLayer, Tensor], Tensor]
     """``score(layer, tokens)``: float32 ``[num_kv_heads, num_tokens]`` for canvas
     positions ``tokens``.
     """
     num_recent: Callable[[Tensor], Tensor] = torch.zeros_like
-    """``num_recent(kept)``: how many of the ``kept`` tokens of a head with a budget are
-    the last ones of the prompt, whatever they score."""
+    """``num_recent(kept)``: number of the last prompt tokens that a head with a budget
+    always retains, among its ``kept`` tokens."""
     pool_kernel_size: int = 1
-    """Width of the max-pooling over the scores of the other tokens of a head with a budget."""
+    """Width of the max-pooling over the scores of all other tokens, for heads with a
+    budget.
+    """
 
 
 def mean_query(layer: ScoredLayer, tokens: Tensor) -> Tensor:
-    """Sparse-dLLM's score per head: the window's mean query against each key, as a
-    softmax over the tokens.
+    """Sparse-dLLM's score per head: softmax over the tokens of the window's mean query
+    with each key.
     """
     mean = (
         layer.q[slice(*layer.window)]
@@ -81,14 +82,16 @@ def mean_query(layer: ScoredLayer, tokens: Tensor) -> Tensor:
 def votes(
     voters: Callable[[ScoredLayer], Rows], layer: ScoredLayer, tokens: Tensor
 ) -> Tensor:
-    """The attention that some of the computed positions pay to each token."""
+    """Attention that each token gets from the ``voters``, which are some of the
+    computed positions.
+    """
     rows = voters(layer)
     return voting_scores(layer.q[rows], layer.k[tokens], layer.lse[rows])
 
 
 def masked_voters(first_quarter: int, stop_quarter: int, layer: ScoredLayer) -> Rows:
-    """Some quarters of the masked positions that the layer computes, in order; one
-    position at least (MaskKV: all of them; Table 11: one quarter)."""
+    """Some quarters of the masked positions that the layer computes, in order; at least
+    one position (MaskKV: all quarters; Table 11: one quarter)."""
     positions = np.flatnonzero(layer.canvas.known[: layer.q.shape[0]] < 0)
     first, stop = (
         quarter * len(positions) // 4 for quarter in (first_quarter, stop_quarter)
@@ -103,13 +106,13 @@ def last_prompt_voters(layer: ScoredLayer) -> Rows:
 
 
 def prompt_voters(layer: ScoredLayer) -> Rows:
-    """The prompt (MaskKV, Table 13). By its votes H2O (arXiv 2306.14048) chooses its
-    heavy hitters, here of a model whose attention is not causal."""
+    """The prompt (MaskKV, Table 13). H2O (arXiv 2306.14048) chooses its heavy hitters
+    by these votes, with causal attention."""
     return slice(layer.canvas.layout.prompt_length)
 
 
 def random(layer: ScoredLayer, tokens: Tensor) -> Tensor:
-    """Noise, to compare with: the same for the same request seed, layer, head and
+    """Noise as a baseline, which depends only on the request's seed, layer, head and
     position.
     """
     heads = (
@@ -127,7 +130,7 @@ SCORERS: dict[str, Scorer] = {
     "mask_voting": Scorer(partial(votes, partial(masked_voters, 0, 4))),
     "all_voting": Scorer(partial(votes, lambda layer: slice(None))),
     "prompt_voting": Scorer(partial(votes, prompt_voters)),
-    # The width that its paper has for LongBench.
+    # The width in SnapKV's paper for LongBench.
     "snapkv": Scorer(
         partial(votes, last_prompt_voters),
         num_recent=lambda kept: kept.clamp(max=SNAPKV_WINDOW),

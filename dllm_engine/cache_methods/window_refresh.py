@@ -1,8 +1,8 @@
-"""Retained tokens that are refreshed when the window moves: by the whole canvas, or by
-that now and then and by less in between.
+"""Refreshes of retained tokens when the window moves: of the whole canvas, or mostly of
+a part of it.
 
-Positions that only whole refreshes renew come first in pages, and behind them those
-that every refresh renews.
+Positions that only whole refreshes renew come first in pages. Positions that every
+refresh renews follow.
 """
 
 from collections.abc import Callable
@@ -22,14 +22,14 @@ from dllm_engine.decoding.step_plan import (
 )
 
 Retain = Callable[[DecodingSpec, Span, int], tuple[Retention, list[Retention]]]
-"""``retain(spec, window, num_shared)``: retained positions of a window, behind a shared
-beginning of the prompt: those that only whole refreshes renew, and those that every
-refresh renews.
+"""``retain(spec, window, num_shared)``: retained positions of a window, after a shared
+beginning of the prompt: first positions that only whole refreshes renew, then positions
+that every refresh renews.
 """
 
 
 class RefreshOptions(CacheOptions):
-    """Options of methods that refresh what they retain when the window moves."""
+    """Options of methods that refresh retained tokens when the window moves."""
 
     refresh: Literal["all", "response", "near"] = "all"
     """Part of the canvas that is computed when the window moves: ``all``, the
@@ -44,9 +44,9 @@ class RefreshOptions(CacheOptions):
 def refresh_then_reuse(
     spec: DecodingSpec, progress: Progress, update_step: int, retain: Retain
 ) -> StepPlan:
-    """Plan of a step since a block joined: ``update_step`` steps that compute what is
-    refreshed, one UPDATE that computes it once more and retains tokens, then steps over
-    the window alone."""
+    """Plan the next step after a block has joined: first ``update_step`` steps that
+    compute the refreshed span, then one UPDATE that computes it again and retains
+    tokens, then steps that compute only the window."""
     window = progress.window(spec)
     if progress.step > update_step:
         read = progress.retained
@@ -72,9 +72,9 @@ def refresh_then_reuse(
 
 
 def whole_is_due(spec: DecodingSpec, progress: Progress, update_step: int) -> bool:
-    """Return True if the whole canvas is refreshed for the running blocks. It is not if
-    these blocks and the blocks before them lie in one interval and those had their
-    UPDATE."""
+    """Return True if the whole canvas is refreshed for the running blocks. It is not
+    refreshed if the blocks before them are in the same interval and had their UPDATE.
+    """
     options = RefreshOptions.of(spec)
     if options.refresh == "all" or progress.steps_before <= update_step:
         return True
@@ -87,7 +87,7 @@ def whole_is_due(spec: DecodingSpec, progress: Progress, update_step: int) -> bo
 
 
 def refreshed(spec: DecodingSpec, window: Span, num_shared: int) -> Span:
-    """Span that a refresh computes for a window if the whole canvas is not due."""
+    """Span that a refresh computes for a window if it is not the whole canvas."""
     stop = spec.layout.visible(window).stop
     if RefreshOptions.of(spec).refresh == "all":
         return Span(num_shared, stop)
@@ -99,7 +99,7 @@ def refreshed(spec: DecodingSpec, window: Span, num_shared: int) -> Span:
 def split(
     spec: DecodingSpec, window: Span, num_shared: int
 ) -> tuple[Span, tuple[Span, Span]]:
-    """The positions outside a window that only whole refreshes renew, and those that
+    """Positions outside a window that only whole refreshes renew, and positions that
     every refresh renews.
     """
     start, stop = refreshed(spec, window, num_shared)

@@ -11,16 +11,16 @@ FAR = int(np.iinfo(np.int64).max)
 
 @dataclass(frozen=True, eq=False)
 class Automaton:
-    """Reads a text token by token, from state 0. Tokens that lead to the same state
-    from every state are one class, so a few hundred classes stand for a vocabulary of
-    126,464."""
+    """Automaton that reads a text token by token, from state 0. Tokens that lead to the
+    same state from every state form a class, so a few hundred classes represent a
+    vocabulary of 126,464."""
 
     class_of: np.ndarray
     """int32 ``[vocab_size]``: the class of each token; −1 for a token that is in no
     accepted text.
     """
     next_state: np.ndarray
-    """int32 ``[num_states, num_classes]``: where a class leads; −1 where no accepted
+    """int32 ``[num_states, num_classes]``: the state after a class; −1 if no accepted
     text begins that way.
     """
     accepting: np.ndarray
@@ -28,9 +28,7 @@ class Automaton:
 
     @cached_property
     def packed(self) -> bytes:
-        """The automaton as bytes, equal for equal automata. ``unpacked`` makes it an
-        automaton again.
-        """
+        """The automaton as bytes, equal for equal automata. ``unpacked`` restores it."""
         buffer = io.BytesIO()
         np.savez_compressed(
             buffer,
@@ -43,8 +41,8 @@ class Automaton:
 
 
 def joined(first: Automaton, second: Automaton) -> Automaton:
-    """Accepts a text of ``first`` with one of ``second`` behind it. No accepted text of
-    ``first`` goes on.
+    """Automaton that accepts a text of ``first`` followed by a text of ``second``. No
+    accepted text of ``first`` may be the beginning of another one.
     """
     tables = [
         np.pad(part.next_state, ((0, 0), (0, 1)), constant_values=-1)
@@ -52,7 +50,7 @@ def joined(first: Automaton, second: Automaton) -> Automaton:
     ]
     num_kinds = tables[1].shape[1]
     pair_of = (first.class_of + 1) * num_kinds + second.class_of + 1
-    # Pair 0, which comes first, is that of tokens of neither.
+    # Pair 0, which comes first, is that of tokens in neither automaton.
     pairs, pair_numbers = np.unique(np.append(pair_of, 0), return_inverse=True)
     kinds, second_kinds = np.divmod(pairs[1:], num_kinds)
     before = ~first.accepting
@@ -69,7 +67,7 @@ def joined(first: Automaton, second: Automaton) -> Automaton:
 
 
 def any_text(vocab_size: int) -> Automaton:
-    """Accepts every text."""
+    """Automaton that accepts every text."""
     return Automaton(
         np.zeros(vocab_size, np.int32), np.zeros((1, 1), np.int32), np.ones(1, bool)
     )
@@ -79,7 +77,7 @@ def distances(
     sources: np.ndarray, targets: np.ndarray, begins: np.ndarray
 ) -> np.ndarray:
     """Fewest edges from a state of ``begins`` (bool ``[num_states]``) to each state,
-    int64; ``FAR`` where none lead.
+    int64; ``FAR`` if no path leads there.
 
     Edge i leads from ``sources[i]`` to ``targets[i]``; each is followed once.
     """
@@ -103,6 +101,8 @@ def distances(
 
 @lru_cache(maxsize=16)
 def unpacked(packed: bytes) -> Automaton:
-    """The automaton of ``Automaton.packed``. Requests of the same constraint share it."""
+    """The automaton of ``Automaton.packed``, cached for requests with the same
+    constraint.
+    """
     with np.load(io.BytesIO(packed), allow_pickle=False) as tables:
         return Automaton(**tables)

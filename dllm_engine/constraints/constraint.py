@@ -1,4 +1,4 @@
-"""Constraints of a response: an automaton, and the end tokens that close its text."""
+"""Constraints of a response: an automaton, and end tokens that close its text."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,11 +18,11 @@ from dllm_engine.constraints.automaton import (
 
 
 class Transitions:
-    """Pairs of states of which tokens lead from the first to the second. Where the same
-    classes do so, pairs share one set of classes."""
+    """Pairs of states with tokens that lead from the first to the second. Pairs with
+    the same classes of tokens share one set of classes."""
 
     def __init__(self, next_state: np.ndarray) -> None:
-        """``next_state``: int32 ``[num_states, num_classes]``, −1 where a class leads
+        """``next_state``: int32 ``[num_states, num_classes]``, −1 if a class leads
         nowhere.
         """
         num_states, num_classes = next_state.shape
@@ -32,44 +32,44 @@ class Transitions:
         self.targets, self.sources = np.divmod(pairs, num_states)
         """``[num_pairs]`` each: the second state, ascending, and the first."""
         self.reached, self.into = np.unique(self.targets, return_index=True)
-        """States that are some second state, and where the pairs of each of them begin.
-        """
-        # Sets of equal sums are equal: of 2**63 numbers no two sums of some are by
-        # chance.
+        """States that occur as second state, and the first pair of each."""
+        # Sets with equal sums are equal: a chance collision among 2**63 numbers is
+        # practically impossible.
         numbers = np.random.default_rng(0).integers(
             1 << 63, size=(num_classes,), dtype=np.uint64
         )
         sums = np.zeros(len(pairs), np.uint64)
         np.add.at(sums, pair_of, numbers[classes])
         _, firsts, self.set_of = np.unique(sums, return_index=True, return_inverse=True)
-        """``[num_pairs]``: the set of classes."""
+        """``[num_pairs]``: index of the set of classes."""
         self.num_sets = len(firsts)
         is_first = np.isin(pair_of, firsts)
         self.classes = classes[is_first]
         self.sets = self.set_of[pair_of[is_first]]
-        """Classes of all sets, and the set of each."""
+        """Classes of all sets, end to end, and the set of each."""
 
 
 class Leeway(NamedTuple):
-    """Freedom of reasoning at one place of a response."""
+    """Freedom of reasoning at a place of a response."""
 
     go_on: bool = True
-    """It need not have ended."""
+    """True if reasoning may go on."""
     close: bool = True
-    """The response may end within it."""
+    """True if the response may end within reasoning."""
 
 
 class Constraint:
-    """An automaton of which an end token closes the text. Only end tokens follow one.
+    """Automaton whose text is closed by an end token. Only end tokens follow an end
+    token.
 
-    The end tokens are one more class, and the closed text is one more state.
+    End tokens are an additional class, and the closed text is an additional state.
     """
 
     def __init__(
         self, automaton: Automaton, end_tokens: frozenset[int], num_reasoning: int = 0
     ) -> None:
         """``num_reasoning``: number of states of reasoning, which come first. The next
-        state is the one behind it.
+        state is the first one after reasoning.
         """
         self.num_reasoning = num_reasoning
         num_states, num_classes = automaton.next_state.shape
@@ -81,7 +81,7 @@ class Constraint:
         """Accepting states, as in ``Automaton``."""
         self.class_of[sorted(end_tokens)] = num_classes
         self.next_state[self.accepting, -1] = num_states
-        # An end token may have been the only one of a class.
+        # Drop classes whose only tokens were end tokens.
         used = (
             np.bincount(self.class_of[self.class_of >= 0], minlength=num_classes + 1)
             > 0
@@ -103,9 +103,8 @@ class Constraint:
         )
 
     def leeway(self, place: int, budget: int | None) -> Leeway:
-        """Leeway at each place of a response. ``budget``: the most tokens of reasoning,
-        counted from the first place of the response, 0. The marker that ends it follows
-        at once; None: no limit.
+        """Leeway at each place of a response, from 0. ``budget``: the most tokens of
+        reasoning; the marker that ends it follows at once. None: no limit.
         """
         if budget is None:
             return Leeway()
@@ -116,8 +115,8 @@ class Constraint:
     def within(
         self, leeway: Leeway, sources: np.ndarray, targets: np.ndarray
     ) -> np.ndarray:
-        """Tell which steps from one of ``sources`` to one of ``targets`` are within a
-        leeway; bool ``[num_steps]``.
+        """Return which steps from ``sources`` to ``targets`` are within a leeway, bool
+        ``[num_steps]``.
         """
         within = np.ones(len(targets), bool)
         if not leeway.go_on:
@@ -132,17 +131,17 @@ class Constraint:
         first_end: int = 0,
         budget: int | None = None,
     ) -> list[np.ndarray]:
-        """For each position of a response and the one behind it, bool ``[num_states]``:
-        from which states what is given there and behind, and some tokens for its masks,
-        lead to an accepted text.
+        """For each position of a response, and the position behind it: the states from
+        which an accepted text can still be reached, with the given tokens and any
+        tokens for the masks from there on; bool ``[num_states]``.
 
-        ``template``: the response, with None for each mask; of those before
-        ``first_end`` none is an end token. ``budget``: as in ``leeway``.
+        ``template``: the response, with None for each mask. Masks before ``first_end``
+        do not become end tokens. ``budget``: as in ``leeway``.
         """
         numbers = np.arange(self.num_states)
         is_cut = budget is not None and budget < len(
             template
-        )  # reasoning that goes on to the end is too long
+        )  # here reasoning up to the end is too long
         states = [
             self.accepting & (numbers >= self.num_reasoning)
             if is_cut
@@ -168,8 +167,8 @@ class Constraint:
     def _states_before_mask(
         self, accepted: bytes, may_end: bool, leeway: Leeway
     ) -> np.ndarray:
-        """The states from which a token leads to one of ``accepted``, which are the
-        bytes of bool ``[num_states]``; not ``may_end``: a token that is no end token.
+        """States from which a token leads to one of ``accepted`` (the bytes of bool
+        ``[num_states]``). Without ``may_end``, end tokens do not count.
         """
         sources = self.transitions.sources
         targets = self.transitions.targets
@@ -183,7 +182,7 @@ class Constraint:
         return before
 
     def fewest_tokens(self) -> int | None:
-        """Fewest tokens of an accepted text, without an end token; None: no text is
+        """Fewest tokens of an accepted text, without end tokens; None: no text is
         accepted.
         """
         fewest = int(
@@ -195,8 +194,8 @@ class Constraint:
 
     @property
     def search_size(self) -> int:
-        """Numbers that a search of the most probable text reads at each position: pairs
-        of states, and classes of sets.
+        """Cost of a search for the most probable text per position: number of pairs of
+        states, and of classes in sets.
         """
         return len(self.transitions.sources) + len(self.transitions.classes)
 
@@ -205,9 +204,9 @@ class Constraint:
 def constraint_of(
     packed: bytes | None, end_tokens: frozenset[int], reasoning: bytes | None = None
 ) -> Constraint:
-    """The constraint of ``Automaton.packed``, and of the reasoning before its text, if
-    there is any. Requests of equal ones share it. None: any text follows the reasoning,
-    and the response may end within that."""
+    """The constraint of ``Automaton.packed``, and of the reasoning before its text if
+    there is any; cached for requests with equal ones. None: any text follows the
+    reasoning, and the response may end within the reasoning."""
     if reasoning is None:
         assert packed is not None
         return Constraint(unpacked(packed), end_tokens)

@@ -1,4 +1,4 @@
-"""A decision: fields, and the texts that it may write."""
+"""Decisions: fields, and the texts that may be written."""
 
 import json
 import zlib
@@ -14,7 +14,7 @@ from dllm_engine.constraints.graph import EDGE, END, Graph, edges_between
 
 @dataclass(frozen=True, eq=False)
 class Decision:
-    """Fields of a decision, and the texts that it may write."""
+    """A decision: its fields, and the graph of the texts that it may write."""
 
     graph: Graph
     names: Sequence[str]
@@ -23,19 +23,18 @@ class Decision:
     spellings: Sequence[bytes]
     """Text of each of ``tokens``; needed where a field has a pattern."""
     top_k: int
-    """Values that are reported of a field with a pattern."""
+    """Number of values that are reported for a field with a pattern."""
     is_json: Sequence[bool]
-    """True for each field with a pattern whose texts are JSON; its values are what JSON
-    says.
+    """True for each field with a pattern whose texts are JSON. Its values are parsed.
     """
     beginnings: int
-    """Beginnings of texts that the search for these values goes on with, from each
-    state of a pattern.
+    """Number of beginnings of texts with which the search for these values goes on from
+    each state of a pattern.
     """
 
     @cached_property
     def tokens(self) -> np.ndarray:
-        """Different tokens of the graph, ascending."""
+        """Distinct tokens of the graph, ascending."""
         return np.unique(self.graph.edges["token"])
 
     @cached_property
@@ -54,13 +53,13 @@ class Decision:
 
     @property
     def has_shorter_texts(self) -> bool:
-        """True if end tokens follow some texts, which are shorter than others."""
+        """True if some texts are shorter than others, so that end tokens follow them."""
         _, edges = self.graph.placed_edges()
         return bool((edges["token"] == END).any())
 
     @cached_property
     def packed(self) -> bytes:
-        """The decision as bytes. ``unpacked_decision`` makes it a decision again."""
+        """The decision as bytes. ``unpacked_decision`` restores it."""
         edges = self.graph.edges
         ends = self.graph.ends.tolist()
         spellings = [text.hex() for text in self.spellings]
@@ -76,12 +75,12 @@ class Decision:
 
 @lru_cache(maxsize=16)
 def unpacked_decision(packed: bytes) -> Decision:
-    """The decision of ``Decision.packed``. Requests with the same fields share it."""
+    """The decision of ``Decision.packed``, cached for requests with the same fields."""
     header, _, edges = zlib.decompress(packed).partition(b"\n")
     names, values, spellings, *settings, ends, template = json.loads(header)
     columns = np.frombuffer(edges, np.int32).reshape(len(EDGE.names or ()), -1)
     graph = Graph(np.array(ends), edges_between(*columns))
     texts = [bytes.fromhex(text) for text in spellings]
     decision = Decision(graph, names, values, texts, *settings)
-    vars(decision)["template"] = tuple(template)  # not to be made again
+    vars(decision)["template"] = tuple(template)  # set the cached property
     return decision

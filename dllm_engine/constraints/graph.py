@@ -8,14 +8,15 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 END = -1
-"""Number that stands for any end token."""
+"""Token id that stands for any end token."""
 LITERAL = -1
-"""Field of an edge that belongs to none; choice of an edge that does not begin one."""
+"""Field of an edge outside all fields; choice of an edge that does not begin a choice.
+"""
 EDGE = np.dtype(
     [(name, np.int32) for name in ("source", "token", "target", "field", "choice")]
 )
-"""An edge between two states of a graph, the number of the field that it belongs to,
-and of the choice that it begins; ``LITERAL`` where there is none."""
+"""An edge between two states of a graph, the index of its field, and the index of the
+choice that it begins; ``LITERAL`` if there is none."""
 
 
 def edges_between(
@@ -25,7 +26,7 @@ def edges_between(
     field: ArrayLike,
     choice: ArrayLike = LITERAL,
 ) -> np.ndarray:
-    """Edges of these columns, which are broadcast; ``EDGE`` ``[num_edges]``."""
+    """Make edges from columns, which are broadcast; ``EDGE`` ``[num_edges]``."""
     columns = {
         "source": source,
         "token": token,
@@ -40,16 +41,16 @@ def edges_between(
 
 
 def joined(edges: Sequence[np.ndarray]) -> np.ndarray:
-    """Edges end to end, ``EDGE`` ``[num_edges]``."""
-    # Not told the type, NumPy takes three times as long to find it.
+    """Concatenate edges, ``EDGE`` ``[num_edges]``."""
+    # Without the type, NumPy takes three times as long.
     return np.concatenate(edges, dtype=EDGE)
 
 
 def states_reached(
     sources: np.ndarray, targets: np.ndarray, begins: np.ndarray
 ) -> Iterator[np.ndarray]:
-    """States that each number of edges leads to from those of ``begins`` (bool
-    ``[num_states]``), in the same form, as long as there are any."""
+    """Yield the states that 0, 1, 2, … edges lead to from ``begins``, bool
+    ``[num_states]`` each, as long as there are any."""
     reached = begins
     while reached.any():
         yield reached
@@ -60,8 +61,8 @@ def states_reached(
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """Acyclic graph whose paths from state 0 to one of ``ends`` are the accepted
-    sequences, each once. Every state is on one of them.
+    """Acyclic graph. Its paths from state 0 to one of ``ends`` are the accepted
+    sequences, each once. Every state is on such a path.
     """
 
     ends: np.ndarray
@@ -71,33 +72,31 @@ class Graph:
 
     @cached_property
     def reached(self) -> list[np.ndarray]:
-        """States that each number of tokens leads to, bool ``[num_states]`` each."""
+        """States that 0, 1, 2, … tokens lead to, bool ``[num_states]`` each."""
         start = np.arange(self.edges["target"].max() + 1) == 0
         return [*states_reached(self.edges["source"], self.edges["target"], start)]
 
     @cached_property
     def num_positions(self) -> np.ndarray:
-        """Numbers of tokens that lead to each state, int64 ``[num_states]``: how many
-        there are.
-        """
+        """Number of positions at which each state occurs, int64 ``[num_states]``."""
         return np.sum(self.reached, axis=0)
 
     @property
     def length(self) -> int:
-        """Tokens of the longest sequence."""
+        """Length of the longest sequence, in tokens."""
         return len(self.reached) - 1
 
     @property
     def final(self) -> int:
-        """The state of end tokens, which follow a shorter sequence; no edge of the
-        graph leads there.
+        """The additional state after end tokens, which pad shorter sequences. No edge
+        of the graph leads there.
         """
         return len(self.reached[0])
 
     def placed_edges(self) -> tuple[np.ndarray, np.ndarray]:
-        """Edges that accepted sequences have at each position of the longest one, with
-        end tokens behind the shorter ones: positions, int64 ascending, and ``EDGE``,
-        whose sources ascend at each position.
+        """Edges of accepted sequences at each position, with end tokens behind shorter
+        sequences: positions, int64 ascending, and ``EDGE``, whose sources ascend at
+        each position.
         """
         closing = [*self.ends.tolist(), self.final]
         closed = edges_between(closing, END, self.final, LITERAL)
@@ -114,5 +113,7 @@ class Graph:
 
     @property
     def size(self) -> int:
-        """Edges that follow each number of tokens, in all: no lattice has more."""
+        """Total number of edges at all positions: an upper bound of the lattice's
+        edges.
+        """
         return int(self.num_positions[self.edges["source"]].sum())

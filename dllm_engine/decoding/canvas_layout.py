@@ -30,8 +30,8 @@ FIRST_BLOCK = Blocks(0, 1)
 
 @dataclass(frozen=True)
 class CanvasLayout:
-    """Prompt, response and blocks of a canvas: which positions each block has, which
-    rows a step may see, and which tokens are given.
+    """Prompt, response and blocks of a canvas: the positions of each block, the rows
+    that a step may see, and the given tokens.
     """
 
     prompt_length: int
@@ -42,21 +42,21 @@ class CanvasLayout:
     the response begins behind the prompt."""
     block_origin: BlockOrigin = "canvas"
     whole_blocks: bool = True
-    """Where attention goes by blocks: True if the canvas ends with a whole block, and
-    ``Schedule.block_steps`` are the steps of a whole block, even if a part of it is in
-    the prompt."""
+    """With attention by blocks: True if the canvas ends with a whole block, and
+    ``Schedule.block_steps`` counts the steps of a whole block, even if a part of it is
+    in the prompt."""
     shifts_logits: bool = False
     """True if position ``p`` is predicted by row ``p - 1`` instead of its own row."""
     seeds_blocks: bool = False
-    """True if the first position of a block that attention goes by is predicted by the
-    row before it, before the rest of the block."""
+    """With attention by blocks: True if the row before a block predicts the block's
+    first position, before the rest of the block."""
     round_length: int | None = None
     """The most tokens that a round of self-speculation decides. Blocks are single
     tokens, each predicted by the row before it. A round drafts all of its blocks but
     the last, and then verifies them. 1: no drafts (autoregressive). None: no rounds."""
     attention_block: int | None = None
-    """Length of the blocks that attention goes by, where those that are denoised one
-    after the other are parts of them; None: they are the same."""
+    """Length of attention blocks, if the blocks that are denoised one after the other
+    are parts of them; None: both are the same."""
     suffix_blocks: int | None = None
     template: tuple[int | None, ...] = ()
     """The response before its first step: given tokens, and None for each mask. Empty:
@@ -70,8 +70,8 @@ class CanvasLayout:
 
     @cached_property
     def canvas_length(self) -> int:
-        """End of the response, or of its last block: positions between the two are
-        decoded and never sent.
+        """End of the response, or of its last block. Positions between the two are
+        decoded, but never sent.
         """
         stop = self.response_span.stop
         if not self.fills_blocks:
@@ -102,21 +102,19 @@ class CanvasLayout:
 
     @property
     def lead(self) -> int:
-        """Number of positions that the first block of the canvas is short of a whole
-        one.
-        """
+        """Number of positions that the first block of the canvas lacks."""
         if self.block_origin == "canvas":
             return 0
         return -self.prompt_length % self.attended_length
 
     def block_start(self, position: int) -> int:
-        """First canvas position of the block of ``position`` that attention goes by;
-        below 0 where the first block is short.
+        """First canvas position of the attention block of ``position``; below 0 if the
+        first block is short.
         """
         return position - (position + self.lead) % self.attended_length
 
     def final_before(self, position: int) -> int:
-        """End of the positions that are final, as ``final_stop`` says, if all before
+        """End of the positions whose keys and values are final if all tokens before
         ``position`` are known.
         """
         if self.attention != "block_causal":
@@ -125,8 +123,8 @@ class CanvasLayout:
 
     def final_stop(self, position: int) -> int:
         """End of the positions that keys and values of a finished ``position`` depend
-        on. With full attention they depend on all positions; requests that share
-        prompts take them as if they depended on none behind.
+        on. With full attention they depend on all positions, but requests that share
+        prompts ignore later positions.
         """
         if self.attention != "block_causal":
             return position + 1
@@ -146,8 +144,8 @@ class CanvasLayout:
         return Span(0, self.canvas_length)
 
     def visible(self, window: Span) -> Span:
-        """Canvas positions computed with ``window``: not blocks too far behind it, or
-        that attention does not reach.
+        """Canvas positions that are computed with ``window``, without blocks that are
+        too far behind it or that attention does not reach.
         """
         if self.is_block_causal:
             return Span(0, self.from_block_start(window).stop)
@@ -161,8 +159,8 @@ class CanvasLayout:
         return -(-(self.response_span.stop - self.blocks_start) // self.block_length)
 
     def block_span(self, block: int) -> Span:
-        """Canvas positions of a block, within the response; the first and the last
-        block may be shorter.
+        """Canvas positions of a block behind the prompt. The first and the last block
+        may be shorter.
         """
         start = self.blocks_start + block * self.block_length
         return Span(
@@ -176,8 +174,8 @@ class CanvasLayout:
         return Span(self.block_span(blocks.first).start, last.stop)
 
     def from_block_start(self, window: Span) -> Span:
-        """Extend ``window`` to whole blocks, which attention by blocks computes. In a
-        round of self-speculation: the last verified token and all drafts behind it.
+        """Extend ``window`` to whole attention blocks. In a round of self-speculation:
+        the last verified token and all drafts behind it.
         """
         if self.round_length is not None:
             return Span(window.start - 1, window.stop - 1)
@@ -194,9 +192,7 @@ class CanvasLayout:
         return self.template or (None,) * self.gen_length
 
     def is_given(self, position: int) -> bool:
-        """Return True if a canvas position of the response holds a token from the
-        start.
-        """
+        """Return True if a canvas position of the response holds a given token."""
         return (
             bool(self.template)
             and self.template[position - self.prompt_length] is not None
@@ -204,8 +200,8 @@ class CanvasLayout:
 
     @cached_property
     def last_given(self) -> int:
-        """The last canvas position that holds a token from the start. Masks before it
-        cannot end the response.
+        """The last canvas position with a given token. Masks before it cannot end the
+        response.
         """
         given = (i for i, token in enumerate(self.template) if token is not None)
         return self.prompt_length + max(given, default=-1)
@@ -221,9 +217,7 @@ class CanvasLayout:
         )
 
     def place_of_sent(self, number: int) -> int:
-        """Canvas position behind the first ``number`` tokens that are sent of a
-        response.
-        """
+        """Canvas position after the first ``number`` sent tokens of a response."""
         sent = [
             i
             for i, token in enumerate(self.response_template)
@@ -237,5 +231,5 @@ class CanvasLayout:
 
     @property
     def num_sent(self) -> int:
-        """Tokens of a response that no end token cuts."""
+        """Number of tokens that are sent of a response without an end token."""
         return self.gen_length if self.return_given else self.num_masks

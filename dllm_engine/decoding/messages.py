@@ -1,5 +1,5 @@
-"""The one message each way between scheduler and model runner, and what the scheduler
-tells the front ends.
+"""The messages between scheduler and model runner, one in each direction, and from the
+scheduler to front ends.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -19,9 +19,9 @@ logger = init_logger(f"vllm.{__name__}")
 FIGURES_KEY = "diffusion"
 PROVISIONAL_KEY = "provisional"
 COMPLETE_KEY = "complete"
-"""Keys of ``EngineCoreOutput.kv_transfer_params``, the one field of vLLM's output that
-takes a free dictionary. The last says that a response stops although its last token is
-no end token."""
+"""Keys of ``EngineCoreOutput.kv_transfer_params``, the only field of vLLM's output for
+an arbitrary dictionary. ``COMPLETE_KEY``: the response stops although its last token is
+not an end token."""
 
 
 @dataclass(frozen=True)
@@ -31,34 +31,34 @@ class NewRequest:
     prompt_token_ids: list[int]
     spec: DecodingSpec
     seed: int
-    """Key of the request's random numbers; chosen by the scheduler, so that all ranks
+    """Seed of the request's random numbers. The scheduler chooses it, so that all ranks
     agree.
     """
 
 
 @dataclass
 class DiffusionSchedulerOutput(SchedulerOutput):
-    """vLLM's message, of whose own fields it fills the numbers of rows and the requests
-    that ended.
+    """vLLM's message with our fields. Of vLLM's fields, only the numbers of rows and
+    the requests that ended are used.
     """
 
     new_requests: dict[str, NewRequest] = field(default_factory=dict)
     plans: dict[str, StepPlan] = field(default_factory=dict)
     page_tables: dict[str, dict[str, list[list[int]]]] = field(default_factory=dict)
-    """Page ids per kind and layer of the requests whose tables changed."""
+    """Page ids per kind and layer, of requests whose tables have changed."""
     page_copies: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)
-    """By request that begins: ids of pages that others have filled, and of its own that
-    become copies of them before the step.
+    """For requests that begin: ids of pages that other requests have filled, and ids of
+    new pages that become copies of them before the step.
     """
     num_steps: int = 1
-    """The most steps to run before reporting: fewer if one has tokens to send, or lets
-    a block join.
+    """The most steps to run before a report. Fewer run if a step has tokens to send, or
+    if a block joins.
     """
     progress: dict[str, Progress] = field(default_factory=dict)
-    """From which the runner plans the steps after the first."""
+    """Progress from which the runner plans steps after the first."""
 
     def leave_out(self, request_id: str) -> None:
-        """Take a request out of the step."""
+        """Remove a request from the step."""
         for table in (
             self.plans,
             self.new_requests,
@@ -72,31 +72,33 @@ class DiffusionSchedulerOutput(SchedulerOutput):
 
 @dataclass(frozen=True)
 class ShownWindow:
-    """The running blocks after a step, as far as they lie in the response. Lists have
-    an entry per position.
+    """The part of the running blocks in the response after a step. Lists have an entry
+    per position.
     """
 
     start: int
     """First position, counted from the start of the response."""
     sent: int
-    """Tokens of the response that are sent, with those of this step."""
+    """Number of response tokens that are sent, including this step."""
     token_ids: list[int]
     """The mask token where masked."""
     masked: list[bool]
     confidences: list[float | None]
-    """Probability of the token, or where masked of the best one; None where none was
+    """Probability of the token, or at a mask of the best token; None if nothing was
     predicted yet.
     """
 
 
 class Commits(NamedTuple):
-    """Origin of response tokens in their order, as in ``DiffusionFigures``."""
+    """Forward pass and log-probability of each response token, as in
+    ``DiffusionFigures``.
+    """
 
     committed_at: list[int]
     committed_logprobs: list[float]
 
 
-# Made for each request in each step; a frozen one takes several times as long to make.
+# Not frozen: one is made per request and step, and a frozen one takes longer to make.
 @dataclass(slots=True)
 class StepReport:
     """Result of a step for one request."""
@@ -107,27 +109,28 @@ class StepReport:
     masked: list[int]
     """Masked tokens left in each running block."""
     tokens: list[int] | None
-    """Response tokens to send now, in order; None: none. Tokens of complete blocks with
-    no mask before them, or up to an end token with none before it."""
+    """Response tokens to send now, in order; None: none. They belong to complete blocks
+    with no mask before them, or end with an end token that has no mask before it."""
     trace: dict[str, Any] | None
     """One entry per trace name; None when the engine does not trace."""
     edited: list[int] = field(default_factory=list)
-    """Canvas positions of decided tokens, or drafts, that it replaced, ascending."""
+    """Canvas positions of decided tokens or drafts that the step replaced, ascending.
+    """
     revises: bool = False
     """As ``Progress.revises``."""
     observation: SlowFastObservation | None = None
-    """Of SlowFast sampling; None: the request decodes otherwise."""
+    """Observation of SlowFast sampling; None: the request has another rule."""
     ends: bool = False
     """True if the response ends with the running blocks (``Ends.early_stop``).
     """
     kv_slots: int | None = None
-    """Key slots kept in the table that layers share, on the rank with the most; None:
-    this step does not tell.
+    """Final number of key slots in the table that layers share, on the rank with the
+    most; None: this step does not decide it.
     """
     logprobs: LogprobsLists | None = None
     commits: Commits | None = None
-    """Commits of ``tokens``, as ``logprobs``. These and the next are there if the
-    request asks.
+    """Commits of ``tokens``. ``logprobs``, ``commits`` and the fields below are set if
+    the request asks for them.
     """
     shown: ShownWindow | None = None
     decision: dict[str, Any] | None = None
@@ -141,8 +144,8 @@ class StepReport:
             self.plan.retained if self.plan.state is RefreshState.UPDATE else None
         )
         if retained is not None and self.edited:
-            # Keys and values of what the first of them concerns are those of the
-            # tokens before.
+            # Keys and values from the first edited position on belong to the old
+            # tokens.
             retained = min(retained, spec.layout.block_start(self.edited[0]))
         if progress.slow_fast is not None and self.observation is not None:
             progress.slow_fast = progress.slow_fast.after(self.observation)
@@ -171,8 +174,8 @@ class RequestFailure(NamedTuple):
 
 
 def failure_of(request_id: str, error: Exception) -> RequestFailure:
-    """The failure of the request whose work raised ``error``; raises it again if it
-    concerns the whole process.
+    """The failure of the request whose work raised ``error``. Raises the error again if
+    it concerns the whole process.
     """
     if isinstance(error, MemoryError):
         raise error
@@ -194,13 +197,13 @@ StepResult = StepReport | RequestFailure
 
 @dataclass
 class DiffusionRunnerOutput(ModelRunnerOutput):
-    """vLLM's message with a report per scheduled request of each step that was run."""
+    """vLLM's message with a report per request for each step that has run."""
 
     reports: list[dict[str, StepResult]] = field(default_factory=list)
 
 
 def figures_message(progress: Progress, **others: Any) -> dict[str, Any]:
-    """A request's figures, the fields of ``DiffusionFigures``, for
+    """A request's figures (the fields of ``DiffusionFigures``) for
     ``EngineCoreOutput.kv_transfer_params``.
     """
     counts = {
@@ -218,8 +221,8 @@ def figures_message(progress: Progress, **others: Any) -> dict[str, Any]:
 def provisional_message(
     spec: DecodingSpec, progress: Progress, shown: ShownWindow
 ) -> dict[str, Any]:
-    """The running blocks, for ``EngineCoreOutput.kv_transfer_params``. ``progress``:
-    before the step.
+    """The running blocks for ``EngineCoreOutput.kv_transfer_params``. ``progress``:
+    progress before the step.
     """
     return {
         PROVISIONAL_KEY: {

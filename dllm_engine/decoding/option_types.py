@@ -5,12 +5,12 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 MOST_TOKENS = (1 << 31) - 1
-"""More than any model's context or vocabulary holds."""
+"""Above any model's context length or vocabulary size."""
 
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
-"""A number of tokens, or of what tokens have one of."""
+"""A number of tokens, positions or steps."""
 CountOrZero = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
 Share = Annotated[float, Field(ge=0, le=1)]
 

@@ -1,5 +1,5 @@
-"""Pages that the tables of a request take. A page has the bytes of ``page_size`` tokens
-of one layer's keys and values, on one rank; its content depends on the kind of table.
+"""Sizes of a request's tables in pages. A page has the bytes of ``page_size`` tokens of
+one layer's keys and values on one rank. Its content depends on the kind of table.
 """
 
 import math
@@ -10,15 +10,14 @@ from pydantic import BaseModel, ConfigDict
 
 
 class PageKind:
-    """Names of what the pages of a table hold. A cache method may have others of its
-    own."""
+    """Kinds of tables, by the content of their pages. A cache method may add kinds."""
 
     KV = "kv"
     """Keys and values, of this rank's KV heads."""
     FEATURES = "features"
     """Rows of activations."""
     GUIDE = "guide"
-    """Keys and values of the guide model, of its KV heads of this rank."""
+    """Keys and values of the guide model, of this rank's heads."""
 
 
 PageCounts = dict[str, list[int]]
@@ -28,9 +27,7 @@ layers share.
 
 
 class GuideShape(BaseModel):
-    """Sizes of a guide model that its pages depend on; settled at start-up from its
-    config.
-    """
+    """Sizes of a guide model that determine its pages, from its config."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -40,10 +37,10 @@ class GuideShape(BaseModel):
     same_tokens: bool = True
     """True if the guide has the tokenizer of the diffusion model."""
     tokens_per_token: float = 1.0
-    """Its tokens that pages are reserved for, per token of the diffusion model."""
+    """Tokens of the guide to reserve pages for, per token of the diffusion model."""
 
     def num_tokens(self, num_tokens: int) -> int:
-        """Its tokens for so many of the diffusion model."""
+        """Number of the guide's tokens for ``num_tokens`` of the diffusion model."""
         return math.ceil(num_tokens * self.tokens_per_token)
 
 
@@ -71,14 +68,14 @@ class PoolGeometry:
         return self.num_heads * self.head_dim
 
     def feature_pages(self, num_rows: int, width: int) -> int:
-        """Pages that hold ``num_rows`` of so many features of one layer; raises
-        ``ValueError`` where a page holds no row.
+        """Pages that hold ``num_rows`` rows of features of one layer. Raises
+        ``ValueError`` if a page cannot hold a row.
         """
         return pages_for(num_rows, self._per_page(width, f"row of {width} features"))
 
     def guide_pages(self, num_tokens: int) -> PageCounts:
-        """Tables of the guide's K/V of a text; raises ``ValueError`` where a page holds
-        no token of the guide's.
+        """Pages of the guide's K/V for a text. Raises ``ValueError`` if a page cannot
+        hold a token of the guide.
         """
         guide = self.guide
         assert guide is not None
@@ -100,12 +97,12 @@ class PoolGeometry:
         return per_page
 
     def uniform(self, num_tokens: int) -> PageCounts:
-        """Tables of K/V alone, with as many tokens in every layer."""
+        """Pages of K/V with equally many tokens in every layer."""
         return {PageKind.KV: [self.kv_pages(num_tokens)] * self.num_layers}
 
 
 def pages_for(amount: int, per_page: int) -> int:
-    """Pages that hold ``amount`` of what one page holds ``per_page`` of."""
+    """Number of pages for ``amount`` items, if a page holds ``per_page`` items."""
     return -(-amount // per_page)
 
 

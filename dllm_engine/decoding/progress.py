@@ -9,14 +9,14 @@ from dllm_engine.decoding.unmasking_policies import SlowFastState
 
 @dataclass
 class Progress:
-    """How far a request has come: its running blocks, its steps, and counts for its
-    figures. The scheduler owns it and advances it with the runner's reports. A runner
-    that runs ahead works on a copy.
+    """Progress of a request: its running blocks, its steps, and counts for its figures.
+    The scheduler owns it and advances it with the runner's reports. A runner that runs
+    ahead works on a copy.
 
     The *running* blocks are the blocks that a step may fill; their canvas positions are
     the *window*. The next block joins once enough of the last one is decided; complete
     blocks leave at that moment. With one block at a time, the next block replaces the
-    one before. With rounds of self-speculation, those of the next round replace all.
+    one before. With self-speculation, the blocks of the next round replace all blocks.
     """
 
     running: Blocks = FIRST_BLOCK
@@ -46,27 +46,28 @@ class Progress:
     """
     num_forwards: int = 0
     num_denoised: int = 0
-    """Denoising steps so far: forward passes but for those that only fed a part of a
+    """Denoising steps so far: forward passes without those that only fed a part of a
     long prompt.
     """
     num_unmasked: int = 0
     num_edited: int = 0
-    """Decided tokens replaced so far, as often as they were."""
+    """Number of replacements of decided tokens so far."""
     last_unmasked: int = 0
     """Response tokens that the last denoising step unmasked."""
     num_rows_computed: int = 0
     pages_held: int = 0
-    """The most so far."""
+    """The most pages held so far."""
     retained: int = 0
     """Tokens per layer that pages hold."""
     tokens_retained: int = 0
-    """The most of them so far."""
+    """The largest ``retained`` so far."""
     num_shared: int = 0
-    """Tokens at the beginning of the prompt that steps read from pages and compute no
-    more (``share_prompts``).
+    """Tokens at the beginning of the prompt that steps read from pages and do not
+    compute (``share_prompts``).
     """
     num_anchored: int = 0
-    """The first of them that the first step computes all the same (``anchor_tokens``).
+    """The first of these tokens, which the first step computes nevertheless
+    (``anchor_tokens``).
     """
     trace: dict[str, list] = field(default_factory=dict)
     """Per-forward records, kept only when the engine traces."""
@@ -86,7 +87,7 @@ class Progress:
 
     @property
     def num_read(self) -> int:
-        """Tokens of the prompt that a request begins with and never computes."""
+        """Number of prompt tokens that a request reads from pages and never computes."""
         return self.num_shared - self.num_anchored
 
     @property
@@ -122,9 +123,9 @@ class Progress:
         retained: int | None = None,
         prefills: bool = False,
     ) -> None:
-        """Advance by one forward pass. Arguments as the fields of ``StepReport`` and of
-        its plan; ``masked`` may be left out for a single block, and ``retained`` where
-        it has not changed."""
+        """Advance by one forward pass. Arguments are fields of ``StepReport`` and of
+        its plan. ``masked`` may be left out for a single block, and ``retained`` if it
+        has not changed."""
         if retained is not None:
             self.retained = retained
             self.tokens_retained = max(self.tokens_retained, retained)
@@ -153,7 +154,9 @@ class Progress:
             joins = self._join(spec) and not self.num_masked
 
     def _begin_round(self, spec: DecodingSpec, length: int) -> None:
-        """Let the blocks of the next round replace those of one that is verified."""
+        """Begin the next round if the last one is verified: its blocks replace all
+        running blocks.
+        """
         first = self.leftmost
         if self.revises or not first:
             return

@@ -1,4 +1,4 @@
-"""A request's settings, as every plan sees them."""
+"""Resolved settings of a request, for plans and passes."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,8 +28,9 @@ class ParallelRule(NamedTuple):
 
 
 PaperSettings = Mapping[str, Mapping[str, Mapping[str, Any]]]
-"""Cache options of papers: by family, then by a word of the model's name in lower case.
-The first that the name has counts; a name with none of them gets the last."""
+"""Cache options of papers, by family and by a word of the model's name in lower case.
+The first word in the name counts. A name without any of the words gets the last entry.
+"""
 TunedValues = Mapping[str, Sequence[Any]]
 """Values that `dllm tune` tries for the cache options that trade speed for accuracy
 most.
@@ -37,33 +38,37 @@ most.
 
 
 class CacheOptions(Options):
-    """Options of a cache method; the methods without any use this class itself."""
+    """Base class of a cache method's options. Methods without options use this class
+    itself.
+    """
 
     paper_settings: ClassVar[PaperSettings] = {}
     tuned: ClassVar[TunedValues] = {}
 
     @classmethod
     def of(cls, spec: "DecodingSpec") -> Self:
-        """Options of a request of an engine whose cache method has these options."""
+        """Options of a request. The engine's cache method must have options of this
+        class.
+        """
         assert isinstance(spec.cache, cls)
         return spec.cache
 
     @property
     def unguided(self) -> str | None:
-        """Settings with which a step does not draft every position, as a guide needs;
-        None: there are none.
+        """Settings that exclude a guide, because steps do not draft every position
+        then; None: there are none.
         """
         return None
 
     @property
     def unshared(self) -> str | None:
-        """Settings that do not go with ``share_prompts``; None: there are none."""
+        """Settings that exclude ``share_prompts``; None: there are none."""
         return None
 
     @property
     def keeps_running_block(self) -> bool:
         """True if pages keep rows of the running block that cannot be computed again.
-        They are then reserved for the whole response, so that no request loses any.
+        Pages are then reserved for the whole response, so that no request loses them.
         """
         return False
 
@@ -78,20 +83,19 @@ class CacheOptions(Options):
 
 
 class EvictingOptions(CacheOptions):
-    """Options of a method that retains a share of what it has computed. Requests may
-    lower it."""
+    """Options of a method that retains a share of the computed tokens. Requests may
+    lower the share."""
 
     retention_ratio: Share = 1.0
-    """Share that is retained."""
+    """Share of tokens that is retained."""
 
 
 class DraftingOptions(CacheOptions):
     """Options of a method that computes drafts of self-speculation."""
 
     draft_lora: str | None = None
-    """Folder in the checkpoint with a LoRA adapter that drafts of self-speculation are
-    computed with, such as ``linear_spec_lora``. Texts are the same with it and
-    without."""
+    """Folder in the checkpoint with a LoRA adapter for drafts of self-speculation, such
+    as ``linear_spec_lora``. Texts are the same with and without it."""
 
 
 @dataclass(frozen=True)
@@ -109,16 +113,16 @@ class Guidance:
 
 @dataclass(frozen=True)
 class TokenBias:
-    """A number for each of some tokens, added to their logits at the canvas positions
-    ``start`` … ``stop``.
+    """Numbers for some tokens, which are added to their logits at the canvas positions
+    ``start`` … ``stop - 1``.
     """
 
     stop: int
     values: tuple[tuple[int, float], ...]
-    """Token and number, of each token once. −∞: the token is not chosen."""
+    """Pairs of token and number, each token once. −∞: the token is never chosen."""
     start: int = 0
     others: float = 0.0
-    """The number of all other tokens."""
+    """Number for all other tokens."""
 
     @classmethod
     def barring(cls, tokens: Iterable[int], stop: int, start: int = 0) -> "TokenBias":
@@ -127,7 +131,7 @@ class TokenBias:
 
     @classmethod
     def only(cls, tokens: Iterable[int], position: int) -> "TokenBias":
-        """Choose one of these at a position."""
+        """The bias that allows only these tokens at a position."""
         values = tuple((token, 0.0) for token in tokens)
         return cls(position + 1, values, position, -math.inf)
 
@@ -140,7 +144,7 @@ class TokenBias:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Number of tokens that the steps of a response unmask, and start of its blocks."""
+    """Schedule: number of tokens that each step unmasks, and when blocks begin."""
 
     steps: int
     """Denoising steps over the whole response, at least one per block and at most one
@@ -148,7 +152,7 @@ class Schedule:
     """
     kind: ScheduleKind = "uniform"
     block_steps: int | None = None
-    """The option ``steps_per_block``; with ``Unmasking.parallel``, this schedule sets
+    """The option ``steps_per_block``. With ``Unmasking.parallel``, the schedule sets
     the minimum of each step.
     """
     tokens_per_step: int | None = None
@@ -168,12 +172,13 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Unmasking:
-    """Choice of the positions that a step fills, and of decided tokens to replace."""
+    """Settings for choosing the positions that a step fills, and the decided tokens
+    that it replaces.
+    """
 
     policy: UnmaskingPolicy = UNMASKING_POLICIES["low_confidence"]
     parallel: ParallelRule | None = None
-    """Rule of parallel unmasking, which suits the policy; None: a fixed count per step.
-    """
+    """Rule of parallel unmasking; None: a fixed count per step."""
     slow_fast: SlowFast | None = None
     certainty_sigma: float | None = None
     alg_temp: float = 0.0
@@ -193,7 +198,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Ends:
-    """Tokens that end a response, and when they may."""
+    """Tokens that end a response, and rules for them."""
 
     tokens: frozenset[int] = frozenset()
     earliest: int = 0
@@ -201,9 +206,9 @@ class Ends:
     early_stop: bool = False
     delay_eos: bool = False
     barred: tuple[TokenBias, ...] = ()
-    """End tokens that are not chosen, up to a canvas position."""
+    """Biases that exclude end tokens up to a canvas position."""
     least_confident: frozenset[int] = frozenset()
-    """Tokens that no confidence counts, and that are filled in after all others."""
+    """Tokens that do not count in confidences, and are filled in after all others."""
 
 
 @dataclass(frozen=True)
@@ -211,11 +216,12 @@ class TextPattern:
     """Text that a response must match."""
 
     constraint: bytes | None = None
-    """``Automaton.packed`` of what the response's text must match; None: any text."""
+    """``Automaton.packed`` for the response's text; None: any text."""
     reasoning: bytes | None = None
-    """``Automaton.packed`` of the text before that; None: no such text."""
+    """``Automaton.packed`` for the reasoning before this text; None: no reasoning."""
     thinking_budget: int | None = None
-    """The most tokens of that text, without the marker that ends it; None: any number.
+    """The most tokens of the reasoning, without the marker that ends it; None: any
+    number.
     """
 
     @property
@@ -225,7 +231,7 @@ class TextPattern:
 
 @dataclass(frozen=True)
 class PackedDecision:
-    """A decision, whose fields run in one window."""
+    """A decision. All of its fields are in one window."""
 
     packed: bytes
     """``Decision.packed``"""
@@ -234,7 +240,7 @@ class PackedDecision:
 
 @dataclass(frozen=True)
 class Reports:
-    """Reports of a step beside tokens."""
+    """What steps report beside tokens."""
 
     num_logprobs: int | None = None
     """Report log-probabilities of the committed token and of this many of the likeliest
@@ -245,8 +251,8 @@ class Reports:
 
     @property
     def num_logprobs_kept(self) -> int | None:
-        """``num_logprobs``, or 0 if only ``return_order`` needs log-probabilities;
-        None: nothing needs them.
+        """``num_logprobs``, or 0 if only ``return_order`` needs log-probabilities; None
+        if they are not needed.
         """
         if self.return_order and self.num_logprobs is None:
             return 0
@@ -255,8 +261,8 @@ class Reports:
 
 @dataclass(frozen=True)
 class DecodingSpec:
-    """A request's settings with every default filled in; ``RequestOptions`` explains
-    the fields that it has too.
+    """Settings of a request with all defaults filled in. ``RequestOptions`` describes
+    the fields that both have.
     """
 
     layout: CanvasLayout
@@ -268,23 +274,23 @@ class DecodingSpec:
     reports: Reports = Reports()
     cache: CacheOptions = field(default_factory=CacheOptions)
     guidance: Guidance | None = None
-    """None: no guide decides what a step fills."""
+    """None: the request has no guide."""
     decision: PackedDecision | None = None
-    """None: the request is no decision."""
+    """None: the request is not a decision."""
     num_sharable: int | None = None
-    """Tokens of the prompt, from its beginning, that are computed once for all requests
-    that begin with them: whole pages, of a decision all. None: without
-    ``share_prompts``.
+    """Number of tokens at the beginning of the prompt that are computed once for all
+    requests with the same beginning: whole pages, or for a decision all tokens. None:
+    without ``share_prompts``.
     """
 
     @property
     def token_biases(self) -> tuple[TokenBias, ...]:
-        """Added to the logits before all else."""
+        """Biases that are added to the logits first."""
         return (*self.ends.barred, *self.sampling.token_biases)
 
     @property
     def needs_per_step_output(self) -> bool:
-        """True if a step must output more than the positions that it unmasks."""
+        """True if a step must keep statistics beyond the positions that it unmasks."""
         return (
             self.reports.streams_steps
             or self.reports.num_logprobs_kept is not None
@@ -292,7 +298,7 @@ class DecodingSpec:
         )
 
     def first_slow_fast(self, block: int) -> SlowFastState | None:
-        """State of SlowFast sampling at the start of a block; None: another rule."""
+        """State of SlowFast sampling at the start of a block; None for other rules."""
         if self.unmasking.slow_fast is None:
             return None
         start = self.layout.block_span(block).start
@@ -302,8 +308,8 @@ class DecodingSpec:
 
     @property
     def extreme_windows(self) -> list[Blocks]:
-        """Running blocks with the largest page demand, which rises or falls evenly with
-        their start and number.
+        """Candidates for the running blocks with the largest page demand. Demand
+        changes evenly with their start and number, so it is largest at an extreme.
         """
         last = self.layout.num_blocks - 1
         windows = [Blocks(0, 1), Blocks(last, last + 1)]
@@ -317,8 +323,8 @@ class DecodingSpec:
 
     @property
     def scheduled_per_block(self) -> tuple[int, ...]:
-        """Tokens that the steps of each block share: its masks, or all of its
-        positions.
+        """Number of tokens that the schedule of each block distributes: its masks, or
+        all of its positions.
         """
         layout = self.layout
         if self.schedule.block_steps is None or not layout.fills_blocks:
@@ -326,13 +332,13 @@ class DecodingSpec:
         return (layout.block_length,) * layout.num_blocks
 
     def most_steps(self, blocks: Blocks) -> int:
-        """Upper bound on the forward passes until running blocks are finished, or
-        joined by another block.
+        """Upper bound of the forward passes until running blocks are finished, or
+        another block joins.
 
-        Before the last step of the schedule a pass may fill no position: a time grid
-        may ask for none, and chance may give none. After it, every second pass fills at
-        least one: ES-dLLM may drop the row of the only candidate in one pass, not in
-        two. Token editing adds its own passes.
+        Up to the last step of the schedule a pass may fill no position: a time grid may
+        ask for none, or a policy may draw none. After it, at least every second pass
+        fills a position: ES-dLLM may drop the row of the only candidate in one pass,
+        but not in two. Token editing adds passes.
         """
         return (
             sum(self.steps_per_block[slice(*blocks)])

@@ -1,6 +1,4 @@
-"""Step plans: the vocabulary in which a refresh plan says what one denoising step
-computes.
-"""
+"""Step plans: the work of one denoising step of one request."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,9 +24,9 @@ class RefreshState(Enum):
     FULL = "full"
     """Compute the whole canvas; the cache is untouched."""
     UPDATE = "update"
-    """Recompute a scope and write what is retained into pages."""
+    """Recompute a scope, and write retained tokens to pages."""
     REUSE = "reuse"
-    """Compute the active rows only; everything else comes from pages."""
+    """Compute only the active rows; everything else comes from pages."""
 
 
 class Scope(Enum):
@@ -41,7 +39,7 @@ class Scope(Enum):
     """The rows that the plan and the layer pass select."""
 
 
-# Made for each request in each step; a frozen one takes several times as long to make.
+# Not frozen: one is made per request and step, and a frozen one takes longer to make.
 @dataclass(slots=True)
 class UnmaskQuota:
     """Number of masked positions that a step unmasks."""
@@ -57,13 +55,13 @@ class UnmaskQuota:
     ``count`` does.
     """
     least: int = 0
-    """Minimum for ``parallel``."""
+    """Minimum number of positions for ``parallel``."""
     first_needed: bool = False
     """True if the first position must be filled in this step, because no later step can
     predict it.
     """
     guaranteed: Span | None = None
-    """Span in which at least one candidate is filled: the most confident one if the
+    """Span in which at least one candidate is filled: the most confident one, if the
     rule allows none.
     """
     enough: int = 1
@@ -73,22 +71,22 @@ class UnmaskQuota:
     observed: float | None = None
     """Report the farthest candidate of at least this confidence."""
     verifies: bool = False
-    """True if the candidates are predicted by the rows before them, whatever the
-    family, in the pass that keeps those rows: the first of a block, or drafts and the
-    one behind them. The first prediction that is no draft is filled in, and the drafts
-    behind it are taken back."""
+    """True if the rows before the candidates predict them, in any family, in the pass
+    that keeps these rows. Candidates are the first position of a block, or drafts and
+    the position behind them. The first prediction that differs from its draft is filled
+    in, and the drafts behind it are taken back."""
     left: int | None = None
-    """Masks left after the step, where decided tokens may be taken back; ``count`` is
-    then by how many there are fewer. None: decided tokens stay.
+    """Number of masks after the step, if decided tokens may be taken back; ``count`` is
+    then the difference to the masks before. None: decided tokens stay.
     """
     may_fall_short: bool = False
-    """True if rows of candidates may leave the pass before they predict anything, so
-    that fewer are filled.
+    """True if rows of candidates may leave the pass early, so that fewer positions are
+    filled.
     """
 
     @property
     def is_empty(self) -> bool:
-        """True for a part of a long prompt, which only adds to pages and is no
+        """True for a part of a long prompt, which only adds to pages and is not a
         denoising step.
         """
         return not self.candidates.size
@@ -101,7 +99,7 @@ class UnmaskQuota:
 
 @dataclass(frozen=True)
 class Retention:
-    """Canvas positions, ascending, of which every layer retains ``count``."""
+    """Canvas positions, ascending. Every layer retains ``count`` of them."""
 
     spans: tuple[Span, ...]
     count: int
@@ -115,7 +113,7 @@ class Retention:
         return cls(spans, sum(span.size for span in spans))
 
 
-# Made for each request in each step; a frozen one takes several times as long to make.
+# Not frozen: one is made per request and step, and a frozen one takes longer to make.
 @dataclass(slots=True)
 class StepPlan:
     """One denoising step of one request."""
@@ -127,7 +125,8 @@ class StepPlan:
     (``LayerPass.positions``).
     """
     max_rows: int
-    """Upper bound on the rows computed at once; the token budget is charged with it."""
+    """Upper bound of the rows that are computed at once. It counts in the token budget.
+    """
     window: Span
     quota: UnmaskQuota
     forward: int
@@ -137,8 +136,8 @@ class StepPlan:
     read: int = 0
     """Tokens per layer that the rows attend to in pages."""
     num_anchored: int = 0
-    """Of the tokens that ``read`` counts, how many from the start of the prompt this
-    step computes again (``anchor_tokens``). Their rows come before those of ``span``.
+    """Number of tokens at the start of the prompt that ``read`` counts but this step
+    computes again (``anchor_tokens``). Their rows come before those of ``span``.
     """
     retained: int = 0
     """Tokens per layer that pages hold after the step."""
@@ -147,12 +146,12 @@ class StepPlan:
     keep the whole canvas.
     """
     post_step: int = 0
-    """Token editing: number, from 1, of a step among those of its block that begin
-    without a mask; 0: any other.
+    """Token editing: number of the step, from 1, among the steps of its block that
+    begin without a mask; 0: another step.
     """
     own: Any = None
-    """What only the cache method and its layer pass know of this step: a dataclass of
-    the method, or None.
+    """The part of the plan that only the cache method and its layer pass read: a
+    dataclass of the method, or None.
     """
 
 
@@ -174,8 +173,8 @@ def must_fill(plan: StepPlan, spec: DecodingSpec) -> bool:
     quota = plan.quota
     if quota.may_fall_short or plan.post_step or quota.may_take_back:
         # The row of the only position that may be filled may have left the pass; the
-        # next step keeps it. A step that begins without a mask only replaces tokens.
-        # One that takes tokens back may leave as many masks as there were.
+        # next step keeps it. A step that begins without a mask only replaces tokens. A
+        # step that takes tokens back may leave as many masks as before.
         return False
     if plan.quota.parallel is not None or spec.guidance is not None:
         return True
@@ -202,8 +201,8 @@ def revises(
 
 
 def predicts_next(spec: DecodingSpec, progress: Progress) -> bool:
-    """Return True if rows of a step predict the tokens behind them: the first position
-    of a block alone, or those of a round that is drafted.
+    """Return True if a step's rows predict the tokens behind them: only the first
+    position of a block, or the positions of a drafted round.
     """
     layout = spec.layout
     if layout.round_length is not None:
@@ -217,13 +216,14 @@ def predicts_next(spec: DecodingSpec, progress: Progress) -> bool:
 def unmask_quota(
     spec: DecodingSpec, progress: Progress, window: Span, window_alone: bool
 ) -> UnmaskQuota:
-    """Unmask quota of a step in ``window``: by the family's schedule, or
+    """Unmask quota of a step in ``window``, by the family's schedule or
     ``tokens_per_step``.
 
     ``window_alone``: later steps feed no row before the window. With shifted logits
     they cannot predict the first position of the window. So the first step of a block
-    fills that position alone, outside the schedule (Fast-dLLM, Sparse-dLLM; without a
-    cache if there are several blocks), or with several running blocks as well.
+    fills only this position, outside the schedule (as in Fast-dLLM and Sparse-dLLM;
+    without a cache if there are several blocks). With several running blocks it fills
+    this position among others.
     """
     layout, schedule, parallel = spec.layout, spec.schedule, spec.unmasking.parallel
     step = progress.step
@@ -233,8 +233,8 @@ def unmask_quota(
     quota = UnmaskQuota(window, num_masked, 1.0)
     quota.first_needed = window_alone and layout.shifts_logits and begins_masked
     if spec.guidance is not None or spec.decision is not None:
-        # The guide, or the probabilities of fields, decide how many; schedules have no
-        # say.
+        # The guide, or the probabilities of fields, decide what is filled, not the
+        # schedule.
         return quota
     if predicts_next(spec, progress):
         candidates = window if layout.round_length else first_position
@@ -257,7 +257,7 @@ def unmask_quota(
             quota.observed = None if spans.settled else spans.options.span_threshold
         quota.candidates = Span(spans.start, stop)
         return quota
-    quota.first_needed = False  # here such a step fills that position alone, or all
+    quota.first_needed = False  # below, such a step fills only it, or all
     block = progress.running.first
     steps = spec.steps_per_block[block]
     if spec.unmasking.policy.takes_back:
@@ -281,7 +281,7 @@ def unmask_quota(
             quota.count = uniform_count(scheduled, steps, step)
         else:
             counts = rounded_counts(scheduled, steps)
-            # Steps by chance may leave some for later.
+            # Policies that draw positions may leave some for later.
             quota.count = counts[step] if step < len(counts) else num_masked
     quota.ratio = quota.count / max(num_masked, 1)
     if has_time_grid and not states_count:
@@ -292,7 +292,7 @@ def unmask_quota(
 
 
 def fast_pass_span(progress: Progress, span: Span) -> Span:
-    """The part of ``span`` that a step computes: after the first, fast passes of
+    """The part of ``span`` that a step computes. After the first one, fast passes of
     SlowFast sampling end with the positions that they fill.
     """
     state = progress.slow_fast
@@ -302,16 +302,17 @@ def fast_pass_span(progress: Progress, span: Span) -> Span:
 
 
 class StepWork(NamedTuple):
-    """Positions that a step computes, and what it reads and keeps."""
+    """Positions that a step computes, reads and keeps."""
 
     state: RefreshState
     scope: Scope
     span: Span
-    """Computed as a whole. It is ``cut`` unless the step adds to pages."""
+    """Positions to compute. ``fast_pass_span`` cuts it, unless the step adds to pages.
+    """
     read: int = 0
-    """Tokens that it reads from pages."""
+    """Number of tokens that the step reads from pages."""
     adds: Sequence[Retention] = ()
-    """Tokens that it adds to them."""
+    """Tokens that the step adds to pages."""
 
 
 def step_plan(

@@ -1,6 +1,6 @@
-"""Number and order of the tokens that a step unmasks: schedules, policies, and what
-rules of parallel unmasking declare, without tensors. ``model_executor/unmasking/``
-computes the values that policies and rules use."""
+"""Number and order of the tokens that a step unmasks: schedules, policies, and
+declarations of rules of parallel unmasking, without tensors.
+``model_executor/unmasking/`` computes the values that policies and rules use."""
 
 import math
 import statistics
@@ -16,44 +16,46 @@ from dllm_engine.decoding.option_types import Count, Options, Share
 from dllm_engine.entry_points import EntryPointGroup
 
 Measure = Literal["probability", "entropy", "margin", "noise", "position"]
-"""Value of a position's confidence: the probability of the predicted token, the
+"""Measure of a position's confidence: the probability of the predicted token, the
 negative entropy, the difference between the probabilities of the two likeliest tokens,
-a random number, or the distance from the right end."""
+a random number, or the position itself (the leftmost is the most confident)."""
 WEIGHTED_MEASURES = ("probability", "margin")
-"""Measures that a prior can weight: values that are not negative."""
+"""Measures that a prior can weight, because their values are not negative."""
 CONFIDENCES = (*WEIGHTED_MEASURES, "entropy")
-"""Measures that come from the predicted distribution."""
+"""Measures that depend on the predicted distribution."""
 
 
 @dataclass(frozen=True)
 class UnmaskingPolicy:
-    """A step fills the positions of the highest confidence."""
+    """Unmasking policy: the measure by which a step orders positions. The most
+    confident positions are filled first.
+    """
 
     name: str
     measures: Measure
-    """Value that ranks positions."""
+    """Measure that ranks positions."""
     tempered: bool = False
     """True: probabilities after temperature, top-p and top-k. False: plain softmax."""
     draws_each_position: bool = False
-    """Unmask each position with the step's ratio as probability, not a fixed count of
-    the most confident.
+    """True to unmask each position with the step's ratio as probability, instead of a
+    fixed number of the most confident ones.
     """
     takes_back: bool = False
     """True if a step predicts every position of its block that was a mask at first, and
-    makes the least confident of them masks, also those that were decided.
+    masks the least confident of them again, even decided ones.
     """
 
 
 @dataclass(frozen=True)
 class UnmaskingRule:
-    """Rule of parallel unmasking: it sets the number of positions of a step from their
-    confidences and one value of the request. Its name is that of its entry point
-    (``dllm.unmasking_rules``).
+    """Rule of parallel unmasking: it determines the number of positions of a step from
+    their confidences and one value of the request. Its entry point
+    (``dllm.unmasking_rules``) names it.
     """
 
     measures: Measure
-    """Value that the rule compares; the request's policy must rank positions by the
-    same.
+    """Measure that the rule compares. The request's policy must rank positions by the
+    same measure.
     """
     selects: str
     """``module:function`` of the rule itself. It gets the confidences ``[..., n]`` of a
@@ -62,26 +64,28 @@ class UnmaskingRule:
     numbers. It is named, not imported, so that commands do not load PyTorch.
     """
     option: Any = None
-    """Type of the request option that has the rule's name, with its limits, such as
-    ``Annotated[float, Field(ge=0, le=1)]``. None: no request names the rule.
+    """Type of the request option with the rule's name, with limits, such as
+    ``Annotated[float, Field(ge=0, le=1)]``. None: requests cannot name the rule.
     """
     meaning: str = ""
-    """What help and docs say of the option; the first sentence alone must make sense.
+    """Description of the option in help and docs. The first sentence must make sense
+    alone.
     """
     else_counted: bool = False
-    """True if policies with another measure keep their fixed count; False if they are
-    refused.
+    """True if policies with another measure keep their fixed count; False if such
+    requests are refused.
     """
     untempered: bool = False
     """True if the rule uses the plain softmax in every family."""
     may_pass_none: bool = False
-    """True if the rule may allow no position; the best one is filled then
+    """True if the rule may allow no position. Then the best one is filled
     (``UnmaskQuota.guaranteed``).
     """
     least_by_schedule: bool = True
     """True if ``steps_per_block`` sets the minimum number of positions of a step."""
     in_spans: bool = False
-    """True if the rule fills spans of a block, which passes find (``SlowFastState``).
+    """True if the rule fills spans of a block that passes determine
+    (``SlowFastState``).
     """
     tuned: tuple[float, ...] = ()
     """Values that `dllm tune` tries, the most careful first."""
@@ -109,14 +113,16 @@ UNMASKING_POLICIES: dict[str, UnmaskingPolicy] = {
 PARALLEL_RULES = EntryPointGroup(
     "dllm.unmasking_rules", UnmaskingRule, reserved=("guided", "one", "passes")
 )
-"""Rules of parallel unmasking; ours are in ``dllm_engine/unmasking_rules/``."""
+"""Rules of parallel unmasking by name. Our rules are in
+``dllm_engine/unmasking_rules/``.
+"""
 
 
 def split_steps(steps: int, masks: Sequence[int]) -> tuple[int, ...]:
-    """Steps of each block, when ``steps`` are spread over blocks of so many masks: one
-    each, and the rest by the masks beyond the first, rounded to the largest remainders,
-    earlier blocks first. So a step per mask of the response is one per mask in every
-    block, and equal blocks get equally many."""
+    """Split ``steps`` between blocks with these numbers of masks. Each block gets one
+    step. The rest is split in proportion to the masks beyond the first, rounded by
+    largest remainders, earlier blocks first. So one step per mask of the response is
+    one step per mask in every block, and equal blocks get equally many steps."""
     others = [count - 1 for count in masks]
     extra = steps - len(masks)
     total = max(sum(others), 1)
@@ -131,17 +137,17 @@ def split_steps(steps: int, masks: Sequence[int]) -> tuple[int, ...]:
 
 
 def uniform_count(block_size: int, steps: int, step: int) -> int:
-    """Tokens unmasked at ``step`` of a block of ``block_size`` masked tokens, the
-    schedule ``uniform``.
+    """Number of tokens that ``step`` unmasks in a block of ``block_size`` masked
+    tokens, with the schedule ``uniform``.
     """
     return block_size // steps + (step < block_size % steps)
 
 
 @lru_cache(maxsize=1024)
 def rounded_counts(masks: int, steps: int) -> tuple[int, ...]:
-    """Tokens unmasked at each step of a block of so many masks: what is left, divided
-    by the steps left and rounded, in float32 as dLLM's ``get_num_transfer_tokens``
-    computes it. Steps that would unmask none are left out.
+    """Numbers of tokens that the steps of a block unmask, with the schedule
+    ``rounded``: remaining masks divided by remaining steps, rounded, in float32 like
+    dLLM's ``get_num_transfer_tokens``. Steps that would unmask no token are left out.
     """
     one = np.float32(1)
     counts = []
@@ -157,38 +163,38 @@ def rounded_counts(masks: int, steps: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def _unmask_ratios(steps: int) -> tuple[float, ...]:
-    import torch  # here, so that listing methods and options does not load it
+    import torch  # imported here, so that listing methods and options does not load it
 
-    # float32 throughout, as the authors compute it: a float64 grid rounds some counts
+    # float32 throughout, as in the authors' code: with float64, some counts are rounded
     # differently.
     times = torch.linspace(1.0, 1e-3, steps + 1, dtype=torch.float32)
     return tuple((1 - times[1:] / times[:-1]).tolist())
 
 
 def timestep_ratio(steps: int, step: int) -> float:
-    """Share of the remaining masked tokens that ``step`` unmasks on the time grid;
-    1 at the last step.
+    """Share of the remaining masks that ``step`` unmasks with the schedule
+    ``timestep``; 1 at the last step.
     """
     return 1.0 if step >= steps - 1 else _unmask_ratios(steps)[step]
 
 
 def timestep_count(num_masked: int, steps: int, step: int) -> int:
-    """Tokens unmasked at ``step`` when ``num_masked`` are left, on the time grid;
-    often 0 in the first steps.
+    """Number of tokens that ``step`` unmasks with the schedule ``timestep`` if
+    ``num_masked`` are left; often 0 in the first steps.
     """
     return int(np.float32(num_masked) * np.float32(timestep_ratio(steps, step)))
 
 
 def count_left(masks: int, steps: int, step: int) -> int:
-    """Masks that ``step`` leaves of a block that began with so many, where tokens are
-    taken back (``p2``).
+    """Number of masks after ``step`` in a block that began with ``masks``, for policies
+    that take tokens back (``p2``).
     """
     return int(np.float32(masks) * np.float32(1 - (step + 1) / steps))
 
 
 class SlowFast(Options):
-    """Options of SlowFast sampling (arXiv 2506.10848). The defaults are those of the
-    authors' code; what differs in some families is ``ModelFamily.slow_fast``. All
+    """Options of SlowFast sampling (arXiv 2506.10848). Defaults are those of the
+    authors' code; ``ModelFamily.slow_fast`` has the differences of some families. All
     confidences are probabilities of the plain softmax."""
 
     span_steps: Count = 6
@@ -222,7 +228,7 @@ class SlowFast(Options):
 
 
 class SlowFastObservation(NamedTuple):
-    """Observation of one pass of SlowFast sampling."""
+    """Observation of a pass of SlowFast sampling."""
 
     first_masked: int
     """Leftmost masked position after the pass; the end of the block if none is masked.
@@ -247,9 +253,9 @@ class SlowFastState:
     end: int = -1
     """End of the span, according to the estimates so far."""
     settled: bool = False
-    """True if the estimates were stable."""
+    """True once the estimates were stable."""
     estimates: tuple[int, ...] = ()
-    """The latest: one per slow pass, until the end is settled."""
+    """Latest estimates, one per slow pass, until the end is settled."""
     num_slow: int = 0
     num_fast: int = 0
     """Slow and fast passes over the span so far."""
@@ -260,8 +266,8 @@ class SlowFastState:
 
     @property
     def passing(self) -> tuple[float, int]:
-        """Confidence that lets the next pass fill a position, and the minimum number of
-        such positions.
+        """Confidence above which the next pass fills a position, and the number of such
+        positions below which it fills only the best one.
         """
         options = self.options
         if self.is_slow:
@@ -269,8 +275,8 @@ class SlowFastState:
         return options.fast_threshold, options.fast_minimum
 
     def after(self, observation: SlowFastObservation) -> "SlowFastState":
-        """State after a pass. Slow passes go on to their number after the end is
-        settled, as in the authors' code.
+        """State after a pass. The number of slow passes is fixed, even if the end is
+        settled earlier, as in the authors' code.
         """
         if not self.is_slow:
             state = replace(self, num_fast=self.num_fast + 1)
@@ -285,7 +291,7 @@ class SlowFastState:
         )
 
     def _estimated(self, end: int) -> "SlowFastState":
-        """State with one more estimate of the span's end."""
+        """State after one more estimate of the span's end."""
         count = self.options.span_window
         latest = (*self.estimates, end)[-count:]
         settled = len(latest) == count and self._is_stable(latest)
@@ -301,8 +307,9 @@ class SlowFastState:
         return statistics.pvariance(estimates) < self.options.span_variance
 
     def _mean(self, estimates: Sequence[int]) -> int:
-        """The length from the block's start is rounded down; with shifted logits, to
-        the nearest, halves to even. So does the authors' code.
+        """Mean of the estimates. As in the authors' code, the length from the block's
+        start is rounded down, or with shifted logits to the nearest integer, halves to
+        even.
         """
         length = statistics.mean(estimates) - self.block_start
         return self.block_start + (

@@ -1,4 +1,4 @@
-"""Model families: the table of their facts, and what configs say beside it."""
+"""Model families: the table of their facts, and facts from configs."""
 
 from dllm_engine.families.block_attention import LLADA2, SDAR, SDAR_MOE
 from dllm_engine.families.config_tokens import (

@@ -1,5 +1,5 @@
-"""Families whose positions attend to their own block and to what is before it, which
-attends by blocks or is causal.
+"""Families whose attention goes by blocks or is causal: positions attend to their block
+and to everything before it.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Tokens and defaults of requests that the config of a checkpoint states."""
+"""Tokens and request defaults from the config of a checkpoint."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from dllm_engine.model_name import own_name
 
 
 def released_defaults(hf_config: Any) -> Mapping[str, Any]:
-    """Request defaults of a released checkpoint, by its own name."""
+    """Request defaults of a released checkpoint, which its own name identifies."""
     name = own_name(str(getattr(hf_config, "name_or_path", "")))
     by_name = {
         own_name(released): defaults
@@ -17,7 +17,7 @@ def released_defaults(hf_config: Any) -> Mapping[str, Any]:
 
 
 def barred_tokens(hf_config: Any) -> list[int]:
-    """Tokens that are never chosen, whatever their logits."""
+    """Tokens that are never chosen."""
     barred = hf_config.family.barred
     keys = () if barred is None else barred.keys
     return [token for key in keys for token in _config_tokens(hf_config, key)]
@@ -29,8 +29,8 @@ def model_end_tokens(hf_config: object) -> list[int]:
 
 
 def every_end_token(hf_config: object) -> list[int]:
-    """The end tokens that a checkpoint's config names, and the one that ends a turn of
-    a chat.
+    """The end tokens that a checkpoint's config names, and the token that ends a turn
+    of a chat.
     """
     return [
         *model_end_tokens(hf_config),

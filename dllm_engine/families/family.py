@@ -1,5 +1,5 @@
-"""A model family: its authors' decoding conventions, and what its checkpoints look
-like.
+"""Facts about a model family: the decoding conventions of its authors, and the form of
+its checkpoints.
 """
 
 from collections.abc import Mapping
@@ -10,31 +10,30 @@ ScheduleKind = Literal["uniform", "timestep", "rounded"]
 KeysForm = Literal[
     "dense", "olmo", "softmax_experts", "qwen3_experts", "grouped_experts"
 ]
-"""Form of the keys of a config.json. ``dense``: transformers'. ``olmo``: OLMo's.
-``softmax_experts``, ``qwen3_experts``, ``grouped_experts``: transformers', with those
-of experts chosen by a softmax with a bias, by Qwen3-MoE's names, or in groups.
+"""Form of the keys of a config.json. ``dense``: keys of transformers. ``olmo``: keys of
+OLMo. ``softmax_experts``, ``qwen3_experts``, ``grouped_experts``: keys of transformers,
+with keys for experts chosen by a softmax with a bias, for Qwen3-MoE's experts, or for
+experts in groups.
 """
 Attention = Literal["full", "block_causal", "causal"]
 """Attention of a position. ``full``: the whole canvas. ``block_causal``: its own block
-and the blocks before it, prompt included. ``causal``: itself and what is before, but
-for positions of the running block, which attend to each other."""
+and the blocks before it, prompt included. ``causal``: itself and the positions before
+it; positions of the running block attend to each other."""
 BlockOrigin = Literal["canvas", "response"]
-"""Where blocks that attention goes by are counted from. ``canvas``: its start, so that
-the end of a prompt may lie inside a block. ``response``: its start, in both directions,
-so that the first block of the prompt may be shorter."""
+"""Position from which attention blocks are counted. ``canvas``: the start of the
+canvas, so that a prompt may end inside a block. ``response``: the start of the
+response, in both directions, so that the first block of the prompt may be shorter."""
 Shard = str | int | tuple[str, int] | None
-"""Part of a fused parameter, as vLLM's layers name it; with the number of an expert;
-None: the whole of a parameter.
+"""Name of a part of a fused parameter in vLLM's layers, with an expert's number if
+there are experts; None: the whole parameter.
 """
 NamedModules = Mapping[str, tuple[str, Shard]]
-"""Names of a checkpoint's modules in a layer: our module, and the shard of it that they
-fill.
-"""
+"""Maps a checkpoint's modules in a layer to our module and the shard that they fill."""
 
 
 @dataclass(frozen=True)
 class TensorNames:
-    """Names of a checkpoint's tensors. A family need not have all of the modules."""
+    """Names of a checkpoint's tensors. A family may lack some of the modules."""
 
     embedding: str
     final_norm: str
@@ -68,7 +67,7 @@ TRANSFORMERS_NAMES = TensorNames(
         "shared_expert.down_proj": ("mlp.shared_expert.down_proj", None),
     },
 )
-"""Names in transformers' Llama, Qwen2 and Qwen3."""
+"""Names in the Llama, Qwen2 and Qwen3 models of transformers."""
 LLADA_NAMES = TensorNames(
     embedding="model.transformer.wte",
     final_norm="model.transformer.ln_f",
@@ -108,37 +107,40 @@ class ExpertShape:
 
     num_experts: int
     top_k: int
-    """Experts that compute a row."""
+    """Number of experts that compute a row."""
     intermediate_size: int
     """Width of each expert."""
     shared_intermediate_size: int = 0
-    """Width of the expert that computes every row; 0: there is none."""
+    """Width of the shared expert, which computes every row; 0: there is none."""
     has_bias: bool = False
     """True if a bias is added to the router's probabilities."""
     dense_layers: tuple[int, ...] = ()
-    """Layers that have a plain MLP instead."""
+    """Layers that have a plain MLP instead of experts."""
     renormalize: bool = False
-    """True if the weights of a row from the softmax of the router's logits are divided
-    by their sum.
+    """True if the weights of a row's experts, from the softmax of the router's logits,
+    are divided by their sum.
     """
     num_groups: int = 0
-    """Groups that experts are chosen by, from the sigmoid of the router's logits
-    (LLaDA2); 0: all are one group.
+    """Number of groups by which experts are chosen, from the sigmoid of the router's
+    logits (LLaDA2); 0: no groups.
     """
     num_kept: int = 0
-    """Groups that a row's experts come from."""
+    """Number of groups that the experts of a row come from."""
     scale: float = 1.0
-    """Factor of a row's weights, which sum to 1 before, where experts are in groups."""
+    """Factor of the weights of a row's experts, which sum to 1 before, if experts are
+    in groups.
+    """
     capacity: int = 0
-    """Experts that the rows of a block share (LLaDA2.2). They take the place of groups;
-    0: groups count.
+    """Number of experts that the rows of a block share (LLaDA2.2), instead of groups;
+    0: experts are chosen by groups.
     """
 
 
 @dataclass(frozen=True)
 class Disguise:
-    """Another model's architecture in the configs of a family. Its models are known by
-    a word of their own names, or by ``hf_overrides`` with the family's architecture.
+    """Architecture of another model in the configs of a family. Models of the family
+    are identified by a word in their own names, or by ``hf_overrides`` with the
+    family's architecture.
     """
 
     architecture: str
@@ -147,12 +149,12 @@ class Disguise:
 
 @dataclass(frozen=True)
 class Unsupported:
-    """Models that are not served although their configs are like a family's."""
+    """Models that are not served, although their configs look like those of a family."""
 
     name: str
-    """In the models' own names."""
+    """Word in the models' own names."""
     keys: tuple[str, ...]
-    """Keys that only their configs state."""
+    """Config keys that only these models have."""
     reason: str
 
 
@@ -163,24 +165,25 @@ class Shape:
     sizes: Mapping[str, Any]
     """Keys of the config that differ from the family's defaults."""
     checkpoints: tuple[str, ...] | None = None
-    """None: all of the family."""
+    """Released checkpoints of these sizes; None: all checkpoints of the family."""
 
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """Facts that all checkpoints of one architecture share."""
+    """Facts that all checkpoints of an architecture share."""
 
     name: str
     model_type: str
-    """``model_type`` in the checkpoint's config.json, which families may share."""
+    """``model_type`` in config.json. Families may share it."""
     architecture: str
-    """The entry of ``architectures`` in config.json, which tells families apart, and
-    under which vLLM finds the model class."""
+    """Entry of ``architectures`` in config.json. It identifies the family, and vLLM
+    finds the model class by it."""
     checkpoints: tuple[str, ...]
     shapes: Mapping[str, Shape] = field(default_factory=dict)
-    """By the names that ``dllm bench`` knows them by."""
+    """Shapes by their names in ``dllm bench``."""
     disguise: "Disguise | None" = None
-    """What released configs state instead; None: the two above."""
+    """Architecture that released configs state instead; None: they state the two above.
+    """
 
     # Decoding
     schedule: ScheduleKind = "uniform"
@@ -199,9 +202,9 @@ class ModelFamily:
     attention: Attention = "full"
     block_origin: BlockOrigin = "canvas"
     whole_blocks: bool = True
-    """Where attention goes by blocks: True if the last one is decoded whole, steps of a
-    block are counted as of a whole one, and a confidence of ``threshold`` itself is not
-    enough (SDAR's loop, not Stable-DiffCoder's)."""
+    """With attention by blocks: True if the last block is decoded as a whole block,
+    steps of a block are those of a whole block, and a confidence equal to ``threshold``
+    is not enough (SDAR's loop, not Stable-DiffCoder's)."""
     seeds_blocks: bool = False
     """True if the first position of a block is predicted by the row before it, in the
     pass that keeps what is before the block (Fast-dLLM v2)."""
@@ -209,78 +212,77 @@ class ModelFamily:
     """True if RoPE may state ``llama_4_scaling_beta``, by which queries grow with their
     positions."""
     experts_by_block: bool = False
-    """True if the rows of a block of ``default_block_length`` share experts, so that
-    blocks have no other length; by the config."""
+    """True if the rows of a block share experts, so that blocks must have
+    ``default_block_length``. The config decides it."""
     draft_rank: int | None = None
-    """Rank of the released LoRA adapters that compute drafts; None: there are none.
-    """
+    """Rank of the released LoRA adapters for drafts; None: there are none."""
     exceeds_threshold: bool = False
-    """True if a confidence of ``threshold`` itself is not enough."""
+    """True if a confidence equal to ``threshold`` is not enough."""
     filters_greedy: bool = True
     """True if ``top_p`` and ``top_k`` affect the confidences of greedy requests."""
     strict_entropy_threshold: bool = False
-    """True if a position at exactly ``entropy_threshold`` does not pass, and no
-    position may pass, as in d3LLM's code for Dream."""
+    """True if a position with exactly ``entropy_threshold`` does not pass, and possibly
+    no position passes, as in d3LLM's code for Dream."""
     slow_fast: Mapping[str, Any] = field(default_factory=dict)
-    """Defaults of ``SlowFast``'s options that differ from LLaDA's, in the code of its
-    authors.
+    """Defaults of ``SlowFast``'s options that differ from those for LLaDA in the code
+    of its authors.
     """
 
     # Tensors
     names: TensorNames = TRANSFORMERS_NAMES
     qkv_bias: bool = False
-    """True if queries, keys and values have biases, unless a key of the config says so.
+    """True if queries, keys and values have biases, unless a key of the config decides
+    it.
     """
     qk_norm: bool = False
     """True if each head of queries and keys goes through a norm before RoPE, unless a
-    key of the config says so.
+    key of the config decides it.
     """
 
     # config.json
     keys_form: KeysForm = "dense"
     key_names: Mapping[str, str] = field(default_factory=dict)
-    """The family's own names of keys, by those of transformers."""
+    """The family's names of keys, by transformers' names."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values of keys that a config may leave out."""
     special_ids: Mapping[str, int] = field(default_factory=dict)
-    """Special tokens of the released vocabulary, for a config that leaves them out."""
+    """Ids of special tokens in the released vocabulary, for configs that leave them
+    out.
+    """
     mask_token: str | None = None
-    """The mask's name in the tokenizer, for a config that leaves its id out."""
+    """Name of the mask in the tokenizer, for configs that leave its id out."""
     kinds: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Kinds of checkpoints that no key of a config tells apart, and what differs from
-    this row. The model's own name has the word, or ``hf_overrides`` say it as ``kind``.
+    """Kinds of checkpoints that no config key tells apart, and their differences from
+    this row. The model's own name contains the kind's name, or ``hf_overrides`` sets
+    ``kind``.
     """
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Keys that would change the computation, and the values that are implemented, the
-    default first.
+    """Keys that change the computation, with the implemented values, the default first.
     """
     without_effect: tuple[str, ...] = ()
-    """Keys that say nothing about what the model computes."""
+    """Keys that do not affect what the model computes."""
     turns_parts: bool = False
-    """True if RoPE may turn a part of each head only."""
+    """True if RoPE may rotate only a part of each head."""
     tokenizer_class: str | None = None
-    """Name in tokenizer_config.json of a class that is not transformers': Qwen2's
-    tokenizer."""
+    """Class name in tokenizer_config.json that transformers does not know. Qwen2's
+    tokenizer replaces it."""
     template_defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments that the authors' code gives chat templates."""
+    """Arguments that the authors' code passes to chat templates."""
     released_defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Defaults of requests to released checkpoints that only their names tell from
-    others.
-    """
+    """Request defaults of released checkpoints that only their names identify."""
     block_size_in_name: str | None = None
-    """Pattern of the names of released checkpoints that state the length of their
-    blocks.
-    """
+    """Pattern of checkpoint names that contain the block length."""
     base_prompts_have_bos: bool = False
-    """True if the authors begin the prompts of base models with the BOS token, which
+    """True if the authors begin the prompts of base models with the BOS token, although
     the tokenizer does not."""
     unsupported: tuple[Unsupported, ...] = ()
     barred: Unsupported | None = None
-    """Models that are served, but whose tokens under ``keys`` are never chosen."""
+    """Models that are served, except that the tokens under ``keys`` are never chosen.
+    """
 
     def block_length_of(self, gen_length: int) -> int:
-        """Block length of a request that names none. Attention by blocks has the same
-        for responses of any length.
+        """Block length of a request that names none. With attention by blocks it does
+        not depend on the length of the response.
         """
         return self.attention_block or min(
             self.default_block_length or gen_length, gen_length
@@ -288,27 +290,28 @@ class ModelFamily:
 
     @property
     def architectures(self) -> set[str]:
-        """Architectures that a config of the family may state."""
+        """Architectures that configs of the family may state."""
         disguise = set() if self.disguise is None else {self.disguise.architecture}
         return {self.architecture} | disguise
 
     @property
     def has_blocks(self) -> bool:
-        """True if attention goes by blocks, in some kind of the family."""
+        """True if a kind of the family has attention by blocks."""
         kinds = [kind.get("attention", "full") for kind in self.kinds.values()]
         return any(attention != "full" for attention in (self.attention, *kinds))
 
     @property
     def attention_block(self) -> int | None:
-        """The length of the blocks that attention goes by, unless a request names
-        another; None: there are none.
+        """Length of attention blocks, unless a request names another; None: there are
+        no blocks.
         """
         return self.default_block_length if self.attention != "full" else None
 
     @property
     def has_one_pass(self) -> bool:
-        """True if one forward pass over a whole canvas is what a response computes,
-        wherever its prompt ends: attention goes by the positions alone.
+        """True if attention depends only on positions, so that one forward pass over a
+        whole canvas computes the same as the steps of a response, wherever the prompt
+        ends.
         """
         return (
             self.attention != "causal"
@@ -317,7 +320,7 @@ class ModelFamily:
         )
 
     def longest_canvas(self, max_model_len: int) -> int:
-        """Canvas positions of a request of at most so many tokens: the block in which
-        they end is whole.
+        """Canvas length of a request with at most ``num_tokens`` tokens, whose last
+        block is whole.
         """
         return max_model_len + -max_model_len % (self.attention_block or 1)

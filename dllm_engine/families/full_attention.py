@@ -1,6 +1,4 @@
-"""Families whose positions attend to the whole canvas, in one of their kinds at
-least.
-"""
+"""Families whose positions attend to the whole canvas, at least in one kind."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Keys of config.json that rows of several families state."""
+"""Keys of config.json that rows of several families have."""
 
 from typing import Any
 
@@ -22,9 +22,9 @@ def sizes(*values: float, **others: Any) -> dict[str, Any]:
 
 
 def off(*keys: str) -> dict[str, tuple[Any, ...]]:
-    """Keys that must be left out, or false."""
+    """Values for keys that must be absent or false."""
     return dict.fromkeys(keys, (None, False))
 
 
 WINDOW_KEYS = ("sliding_window", "max_window_layers")
-"""Keys that count only where ``use_sliding_window`` is true."""
+"""Keys that count only if ``use_sliding_window`` is true."""

@@ -49,4 +49,4 @@ NOT_SUPPORTED = {
     "modernbert": "ModernBERT has other layers: LayerNorm, and local attention",
     "nemotron_labs_diffusion_vlm": "Nemotron-Labs-Diffusion-VLM reads pictures",
 }
-"""Diffusion models that are not served, by a part of ``model_type``, and why."""
+"""Diffusion models that are not served, by a part of ``model_type``, and the reason."""

@@ -1,4 +1,6 @@
-"""Passes of block diffusion: of whole blocks, or of the parts of a running one."""
+"""Layer passes of block diffusion: over whole blocks, or over parts of the running
+block.
+"""
 
 from collections.abc import Iterable
 
@@ -22,12 +24,13 @@ from dllm_engine.model_executor.transfer import on_device
 
 
 class BlockPass(RetentionPass):
-    """Keeps finished blocks."""
+    """Pass that keeps finished blocks."""
 
     @staticmethod
     def positions(plan: StepPlan, canvas: Canvas) -> np.ndarray:
-        """Positions of a plan's rows. With ``sub_block_cache``, the window alone once
-        its first position is known: no row of the window predicts that one.
+        """Positions of a plan's rows. With ``sub_block_cache``, only the window, once
+        its first position is known, because no row of the window predicts this
+        position.
         """
         if plan.own is not None and canvas.known[plan.window.start] >= 0:
             return np.arange(*plan.window)
@@ -44,10 +47,12 @@ class BlockPass(RetentionPass):
 
 
 class DraftPass(RetentionPass):
-    """Keeps finished blocks, and gives rows of drafts the update of their own."""
+    """Pass that keeps finished blocks, and applies the low-rank update to rows of
+    drafts.
+    """
 
     def __init__(self, batch: StepBatch, pages: PageMemory, drafts: np.ndarray) -> None:
-        """``drafts``: indices of these rows."""
+        """``drafts``: indices of the rows of drafts."""
         super().__init__(batch, pages)
         self.drafts = on_device(drafts, batch.device)
 
@@ -58,7 +63,7 @@ class DraftPass(RetentionPass):
 
 
 def _draft_rows(batch: StepBatch) -> np.ndarray:
-    """Indices of the rows that draft: not those of finished tokens before them."""
+    """Indices of the rows that draft, without the rows of finished tokens before them."""
     first_drafts = []
     for canvas, plan in zip(batch.canvases, batch.plans, strict=True):
         layout = canvas.layout
@@ -70,8 +75,8 @@ def _draft_rows(batch: StepBatch) -> np.ndarray:
 
 
 class PartsPass(OverwritePass):
-    """Keeps the running block as well, as it was last computed."""
+    """Pass that also keeps the running block, as it was last computed."""
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         super().__init__(batch, pages)
-        self.repeats = Repeats.OTHER_WORK  # the rows depend on tokens
+        self.repeats = Repeats.OTHER_WORK  # which rows run depends on tokens

@@ -40,11 +40,13 @@ class BlockOptions(DraftingOptions):
 
 @dataclass(frozen=True)
 class PartOfBlock:
-    """A step that may compute the window alone: what else is in its block is kept."""
+    """A step that may compute only the window: the rest of its block is kept."""
 
 
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
-    """A step that keeps finished blocks, and the running one where that is asked for."""
+    """Plan a step that keeps finished blocks, and with ``sub_block_cache`` the running
+    block.
+    """
     if not BlockOptions.of(spec).sub_block_cache:
         return plan_blocks(spec, progress)
     layout = spec.layout

@@ -1,9 +1,9 @@
 """d2Cache (arXiv 2509.23094): K/V of the whole canvas are kept by position, and a pass
 ends by choosing the rows of the next one.
 
-These are rows that predict masked positions, by their confidence and the certainty
-prior; the tokens that were just unmasked; and of all others those to which attention,
-rolled out over the layers, leads.
+The next pass computes rows that predict masked positions, chosen by confidence and
+certainty prior; the tokens that were just unmasked; and the other tokens that attention
+rollout over the layers finds most important.
 """
 
 from collections.abc import Iterable, Sequence
@@ -53,22 +53,22 @@ class RowPriorities:
     """Confidence of each canvas position, float32 ``[canvas_length]``; 0 where it was not
     predicted."""
     next_rows: np.ndarray | None = None
-    """Canvas positions that the next pass computes, ascending, as the last one chose
-    them; None: all."""
+    """Canvas positions that the next pass computes, ascending, chosen by the last pass;
+    None: all positions."""
 
 
 class Rollout:
-    """Attention rollout of requests: R = I, then with each layer R ← ½ (Â + I) R.
+    """Attention rollout of requests: R = I, then R ← ½ (Â + I) R for each layer.
 
     Â holds the layer's attention probabilities, averaged over heads, in the computed
-    rows, and unit rows elsewhere. So all other rows of R stay unit rows, and the
-    computed ones are enough: float32 ``[num_requests, num_rows, num_tokens]``, zeros in
-    the rows and tokens that a request lacks.
+    rows, and unit rows elsewhere. So all other rows of R stay unit rows, and only
+    computed rows are stored: float32 ``[num_requests, num_rows, num_tokens]``, with
+    zeros as padding.
     """
 
     def __init__(self, positions: Tensor, exist: Tensor, num_tokens: int) -> None:
-        """``positions``: of the computed rows, ``[num_requests, num_rows]``. ``exist``:
-        which rows there are, bool.
+        """``positions``: positions of the computed rows, ``[num_requests, num_rows]``.
+        ``exist``: False for padding, bool.
         """
         self.positions = positions
         self.rows = torch.zeros(*positions.shape, num_tokens, device=positions.device)
@@ -78,8 +78,9 @@ class Rollout:
         """
 
     def add_layer(self, probabilities: Tensor, share: float) -> None:
-        """``probabilities`` ``[num_requests, num_rows, num_tokens]``: times ``share``,
-        averaged over heads; overwritten."""
+        """Multiply by the next layer. ``probabilities`` ``[num_requests, num_rows,
+        num_tokens]``, times ``share``, are attention probabilities averaged over heads.
+        They are overwritten."""
         between_computed = probabilities.gather(
             2, self.positions[:, None].expand(-1, probabilities.shape[1], -1)
         )
@@ -96,8 +97,8 @@ class Rollout:
 
 
 class RolloutPass(LayerPass):
-    """K/V of every computed row replace those kept at its position, and the row attends
-    to the whole canvas as kept.
+    """Pass that keeps K/V by canvas position, attends to the whole kept canvas, and
+    computes the attention rollout.
     """
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
@@ -108,11 +109,11 @@ class RolloutPass(LayerPass):
         lengths = [canvas.layout.canvas_length for canvas in batch.canvases]
         self.tables = TokenTables(batch, pages)
         self.num_tokens = max(lengths)
-        """Positions of a canvas, at most. It and numbers of rows are rounded up where
-        the pass may be recorded.
+        """Upper bound of the canvas lengths. It and the numbers of rows are rounded up
+        if the pass may be recorded.
         """
         self.graph_rows = 0
-        """Rows of the recorded pass; 0: it is launched."""
+        """Rows of the recorded pass; 0: the pass is not recorded."""
         if num_rows <= HOST_BOUND_ROWS and all(
             plan.state is RefreshState.REUSE for plan in batch.plans
         ):
@@ -121,8 +122,8 @@ class RolloutPass(LayerPass):
             )
             self.num_tokens = self.tables.tables.shape[2] * pages.page_size
         self.groups = [(size, len([*group])) for size, group in groupby(sizes)]
-        """Rows of a request, at most, and number of the requests that it holds for; in
-        batch order.
+        """Upper bound of the rows of a request, and number of neighbouring requests
+        with it, in batch order.
         """
         places = self.tables.slots(
             ALL_LAYERS, batch.requests, batch.positions, pages.page_size
@@ -135,14 +136,14 @@ class RolloutPass(LayerPass):
             canvas.known[canvas.layout.prompt_length :] >= 0
             for canvas in batch.canvases
         ]
-        """Tokens of each response that are known when the pass begins, bool."""
+        """Tokens of each response that are known before the pass, bool."""
         for canvas, length in zip(batch.canvases, lengths, strict=True):
             if canvas.own is None:
                 canvas.own = RowPriorities(torch.zeros(length, device=batch.device))
 
     @staticmethod
     def positions(plan: StepPlan, canvas: Canvas) -> np.ndarray:
-        """The rows that the last pass chose, if there was one."""
+        """The rows that the last pass chose; without a pass before, those of the plan."""
         if canvas.own is None or canvas.own.next_rows is None:
             return LayerPass.positions(plan, canvas)
         rows: np.ndarray = canvas.own.next_rows
@@ -167,7 +168,7 @@ class RolloutPass(LayerPass):
     def __call__(
         self, layers: Iterable[DecoderLayer], hidden: Tensor, phases: RotaryPhases
     ) -> tuple[Tensor, Results]:
-        """The results are the importance of every position, per group."""
+        """Results: importance of every position, per group of requests."""
         row_slots = self.pages.slots(self.places[:, : hidden.shape[0]])
         rollouts: list[tuple[slice, Rollout]] = []
         first = 0
@@ -194,14 +195,14 @@ class RolloutPass(LayerPass):
         layer: int,
         qkv: tuple[Tensor, Tensor, Tensor],
     ) -> Tensor:
-        """Attention output of a layer, which is added to the rollouts of each group's
-        requests.
+        """Attention output of a layer. Its probabilities are added to the rollout of
+        each group.
         """
         q = qkv[0]
         tokens = self.tables.paged_tokens(layer)
         bounds = self.batch.cu_seqlens
         most_rows = max(self.groups)[0]
-        # The logarithm of each softmax's denominator.
+        # lse: logarithm of each softmax's denominator.
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         out = paged_attention(
             *qkv, bounds, tokens, attend_fresh=False, max_seqlen=most_rows, lse=lse
@@ -216,7 +217,7 @@ class RolloutPass(LayerPass):
             own_bounds = bounds[requests.start : requests.stop + 1]
             shape = rollout.rows.shape[1:]
             sums = summed_probabilities(q, lse, own_bounds, keys, *shape)
-            # Every rank has its own heads; all must choose the same rows.
+            # Ranks have different heads, but must choose the same rows.
             rollout.add_layer(tensor_model_parallel_all_reduce(sums), share)
         return out
 
@@ -265,8 +266,8 @@ class RolloutPass(LayerPass):
         )
         computed = np.zeros(layout.canvas_length, dtype=bool)
         computed[np.maximum(chosen - shift, 0)] = True
-        # The prompt's last row, which predicts the first token, has no say in what
-        # rollout chooses.
+        # The prompt's last row, which predicts the first token, must not affect the
+        # choice by rollout.
         last_of_prompt = slice(max(start - shift, 0), start)
         predicts_first = computed[last_of_prompt].copy()
         computed[last_of_prompt] = False
@@ -281,11 +282,13 @@ class RolloutPass(LayerPass):
     def _masked_to_predict(
         self, index: int, known: np.ndarray, confidence: np.ndarray
     ) -> np.ndarray:
-        """The masked positions of the response that a request's next pass is to
-        predict: the best ones of a stretch, by confidence and certainty prior, those of
-        its first block before all others, because the next pass has to fill some of it.
+        """Masked positions of the response that a request's next pass should predict:
+        the best positions of a stretch, by confidence and certainty prior. Positions of
+        its first block come before all others, because the next pass has to fill some
+        of them.
 
-        ``known`` bool, ``confidence`` float64, of the response: ``[gen_length]``.
+        ``known`` (bool) and ``confidence`` (float64) are those of the response,
+        ``[gen_length]``.
         """
         spec = self.batch.canvases[index].spec
         options = D2CacheOptions.of(spec)
@@ -294,12 +297,13 @@ class RolloutPass(LayerPass):
         scores = confidence * certainty_density(known, options.sigma)
         scores[first_block] += scores.max()
         if spec.ends.delay_eos or spec.unmasking.slow_fast is not None:
-            # Elsewhere an end token may be held back, or lie behind the span; the pass
-            # must unmask something.
+            # Predict the leftmost mask in any case, because the pass must unmask
+            # something: at other positions an end token may be held back, or the
+            # position may lie behind the span.
             scores[masked[0]] = np.inf
         stop = len(known)
         if masked.size >= options.masked_rows:
-            # Up to a whole number of units, from the beginning of the response.
+            # Round up to a whole number of units from the beginning of the response.
             stop = (masked[options.masked_rows - 1] // unit + 1) * unit
         stretch = masked[(masked >= first_block[0]) & (masked < stop)]
         return stretch[
@@ -307,9 +311,9 @@ class RolloutPass(LayerPass):
         ]
 
     def _first_block(self, index: int, first_mask: int) -> tuple[np.ndarray, int]:
-        """Positions in the response of the block that the next pass has to fill some
-        of, and the unit in which masks behind it are searched. It is the block that
-        this pass worked on; of several blocks, the leftmost that is not finished.
+        """Response positions of the block of which the next pass has to fill some, and
+        the unit in which masks behind it are searched. This is the running block; of
+        several running blocks, the leftmost unfinished one.
         """
         spec = self.batch.canvases[index].spec
         layout = spec.layout
@@ -329,8 +333,8 @@ class RolloutPass(LayerPass):
 def _most_important(
     importance: np.ndarray, candidates: np.ndarray, share: float
 ) -> np.ndarray:
-    """Positions among ``candidates`` ``[canvas_length]`` bool that make up ``share`` of
-    their importance; at least one."""
+    """The most important ``candidates`` (bool ``[canvas_length]``) that together have
+    up to ``share`` of the importance of all candidates; at least one."""
     positions = np.flatnonzero(candidates)
     ordered = positions[np.argsort(-importance[positions], kind="stable")]
     shares = importance[ordered].cumsum()

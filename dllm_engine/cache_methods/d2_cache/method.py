@@ -1,5 +1,5 @@
-"""d2Cache (arXiv 2509.23094): each step computes rows that the step before chose, by
-confidence and attention.
+"""d2Cache (arXiv 2509.23094): each step computes the rows that the step before has
+chosen by confidence and attention.
 """
 
 from dataclasses import dataclass
@@ -52,14 +52,16 @@ class D2CacheOptions(CacheOptions):
 
 @dataclass(frozen=True)
 class Observed:
-    """A step whose predictions count as confidences."""
+    """A step whose predictions update the confidences."""
 
     span: Span
-    """The masks in it are predicted, whether a step may fill them or not."""
+    """Span whose masks are predicted, whether a step may fill them or not."""
 
 
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
-    """Compute the canvas once; from then on the rows that the pass before chose."""
+    """Compute the canvas once, then in each step the rows that the pass before has
+    chosen.
+    """
     options = D2CacheOptions.of(spec)
     whole = progress.num_forwards == 0
     state, scope = (
@@ -68,13 +70,13 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
         else (RefreshState.REUSE, Scope.ACTIVE)
     )
     plan = plan_on_canvas(spec, progress, state, scope, spec.layout.canvas_span)
-    # Also in passes that fill a span alone, rows are chosen from the whole canvas.
+    # Rows are chosen from the whole canvas, even if a pass fills only a span.
     plan.span = spec.layout.canvas_span
     plan.max_rows = spec.layout.canvas_length
     plan.read = spec.layout.canvas_length
     if spec.unmasking.slow_fast is None:
-        # Where the schedule asks for a position by name, its row may not be among those
-        # computed.
+        # If the schedule needs a certain position, its row may not be among the
+        # computed rows.
         plan.quota.candidates = plan.window
     if whole or options.confidence == "latest":
         plan.own = Observed(
@@ -86,13 +88,13 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
 
 
 def _most_rows(options: D2CacheOptions, spec: DecodingSpec, progress: Progress) -> int:
-    """The most rows that a step can have been given."""
+    """Upper bound of the rows that a step computes."""
     predicting = (
         min(options.masked_rows, spec.layout.num_masks - progress.num_unmasked)
         + progress.last_unmasked
     )
-    # The most important of n positions have a larger share of the importance than of
-    # the positions.
+    # The most important positions have a larger share of the importance than of the
+    # number of positions.
     chosen = predicting + int(options.rollout_p * spec.layout.canvas_length) + 1
     return min(
         chosen + (chosen - 1) * max(options.gap_fill - 1, 0), spec.layout.canvas_length
@@ -104,7 +106,7 @@ D2_CACHE = CacheMethod(
     hold_canvas,
     D2CacheOptions,
     "dllm_engine.cache_methods.d2_cache.layer_pass:RolloutPass",
-    # Four float32 for each row and position: rollout and probabilities of every
-    # request, and twice as much again while a layer is added.
+    # Four float32 numbers for each row and position: rollout and probabilities of every
+    # request, and the same again while a layer is added.
     cost=PassCost(num_bytes=lambda rows, longest: 16 * rows * longest),
 )

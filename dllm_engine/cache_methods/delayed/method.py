@@ -1,6 +1,4 @@
-"""d3LLM's cache (arXiv 2601.07568): finished blocks are kept some passes after they
-were finished.
-"""
+"""d3LLM's cache (arXiv 2601.07568): finished blocks are kept some passes later."""
 
 from typing import ClassVar
 
@@ -29,12 +27,12 @@ class DelayedOptions(CacheOptions):
 
 
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
-    """Keep the beginning of the canvas, and compute the rest with all masked blocks in
-    every pass.
+    """Plan a step that keeps a beginning of the canvas, and computes the rest with all
+    masked blocks.
 
-    A pass keeps blocks that have waited long enough (UPDATE); else it renews what is
-    kept while a block waits, or when a refresh is due (UPDATE of ALL); else it attends
-    to what is kept (REUSE). Before anything is kept it is FULL.
+    A pass keeps blocks that have waited long enough (UPDATE). Else, while a block waits
+    or when a refresh is due, it renews all kept tokens (UPDATE of ALL). Else it reads
+    the kept tokens (REUSE). Before anything is kept, it is FULL.
     """
     options = DelayedOptions.of(spec)
     number = progress.num_forwards + 1
@@ -53,9 +51,9 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
 def _schedule(
     spec: DecodingSpec, progress: Progress, delay: int
 ) -> list[tuple[int, int, int]]:
-    """Per prompt and finished block: its end, the forward pass in which it begins to
-    wait, and the pass that keeps it, counted from 1. A block waits once the block
-    before it is kept; with shifted logits at once."""
+    """For the prompt and each finished block: its end, the forward pass in which it
+    begins to wait, and the pass that keeps it, counted from 1. A block waits once the
+    block before it is kept; with shifted logits it waits at once."""
     kept_before = max(1, delay)
     schedule = [(spec.layout.prompt_length, 0, kept_before)]
     for block, completed_at in enumerate(progress.completed_at):
@@ -71,7 +69,7 @@ def _schedule(
 
 DELAYED = CacheMethod(
     plan,
-    # At most what lies before the last running block is finished.
+    # Only blocks before the last running block can be finished.
     hold_tokens(lambda spec, running: spec.layout.block_span(running.stop - 1).start),
     DelayedOptions,
     trims_suffix=True,

@@ -1,5 +1,5 @@
-"""dKV-Cache-Decode (arXiv 2505.15781): the rows of masked positions, and of those that
-the last step decoded.
+"""Layer pass of dKV-Cache-Decode (arXiv 2505.15781): rows of masked positions, and of
+positions that the last step decoded.
 """
 
 import numpy as np
@@ -17,8 +17,8 @@ from dllm_engine.model_executor.transfer import on_device
 
 
 class MaskedRowsPass(OverwritePass):
-    """Between refreshes, computes the rows that predict what was masked when the
-    previous step began.
+    """Pass that computes, between refreshes, the rows of positions that were masked
+    when the previous step began.
     """
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
@@ -45,7 +45,7 @@ class MaskedRowsPass(OverwritePass):
         shift = int(canvas.layout.shifts_logits)
         was_masked = canvas.known < 0
         was_masked[canvas.last_unmasked] = True
-        # The last row of a canvas predicts nothing with shifted logits.
+        # With shifted logits the last row of a canvas predicts nothing.
         predicts_masked = np.append(
             was_masked[plan.span.start + shift : plan.span.stop],
             np.zeros(shift, dtype=bool),
@@ -54,8 +54,8 @@ class MaskedRowsPass(OverwritePass):
         return span[predicts_masked]
 
     def follow(self, masked: Tensor) -> None:
-        """Leave out rows that predict what was decided before the last step: their keys
-        and values stay.
+        """Leave out rows of positions that were decided before the last step: their
+        keys and values stay.
         """
         assert self.row_slots is not None
         self.row_slots = self.row_slots.masked_fill(~self.masked[:, None], -1)

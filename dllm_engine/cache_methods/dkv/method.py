@@ -32,7 +32,7 @@ class DKVOptions(CacheOptions):
 
 @dataclass(frozen=True)
 class DKVStep:
-    """A step that computes rows by what is masked."""
+    """A step whose computed rows depend on the masks."""
 
     last_row: bool = False
     """Compute the last row of the canvas as well, which predicts nothing with shifted
@@ -41,12 +41,12 @@ class DKVStep:
 
 
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
-    """Recompute the canvas every ``refresh_interval`` steps; between, the masked rows
-    and those just decoded.
+    """Plan a step: recompute the canvas every ``refresh_interval`` steps, and in
+    between the masked and just decoded rows.
 
-    All is recomputed in a window's first two steps, because the second is the first in
-    which a decoded token's own K/V could be kept; with shifted logits in the first
-    alone.
+    The canvas is also recomputed in a window's first two steps, because K/V of a
+    decoded token can be kept in the second step at the earliest; with shifted logits
+    only in the first step.
     """
     options = DKVOptions.of(spec)
     whole = progress.step % options.refresh_interval == 0 or (
@@ -60,10 +60,10 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     plan = plan_on_canvas(spec, progress, state, scope, spec.layout.canvas_span)
     if whole:
         return plan
-    # At most the window and all behind it was masked when the window began.
+    # When the window began, at most the window and everything behind it was masked.
     plan.max_rows = plan.span.stop - plan.window.start
-    # The last row predicts no token, so nothing says when it is final; it is taken to
-    # be after the second step.
+    # The last row predicts no token, so nothing tells when it is final. It counts as
+    # final after the second step.
     plan.own = DKVStep(last_row=spec.layout.shifts_logits and progress.step == 1)
     if plan.own.last_row:
         plan.max_rows += 1

@@ -1,5 +1,6 @@
-"""dLLM-Cache (arXiv 2506.06295): prompt and response are refreshed at intervals of
-their own, and between refreshes the response rows that have changed most.
+"""dLLM-Cache (arXiv 2506.06295): prompt and response are refreshed at separate
+intervals, and between refreshes the response rows that have changed most are
+recomputed.
 """
 
 from typing import ClassVar
@@ -18,10 +19,10 @@ _INTERVALS = {
     "LLaDA": {"1.5": (100, 6), "base": (25, 5), "instruct": (50, 7)},
     "Dream": {"base": (100, 2), "instruct": (50, 2)},
 }
-"""(prompt, response), by a part of the model's name. The paper has some for each
-benchmark (Tables 11 to 14), which ``dllm eval --paper-task`` takes. Those for all
-benchmarks are from Sparse-dLLM, which compares itself with dLLM-Cache (its Appendix B).
-It leaves out LLaDA-8B-Base, which gets those for GSM8K (Table 11), as
+"""Intervals (prompt, response) by a word of the model's name. The paper has intervals
+for each benchmark (Tables 11 to 14), which ``dllm eval --paper-task`` uses. These
+general ones are from Sparse-dLLM's comparison with dLLM-Cache (its Appendix B). It
+leaves out LLaDA-8B-Base, which gets the intervals for GSM8K (Table 11), as
 LLaDA-8B-Instruct's 50 and 7 are (Table 12)."""
 
 

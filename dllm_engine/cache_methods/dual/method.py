@@ -28,8 +28,9 @@ class DualOptions(RefreshOptions):
 
 
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
-    """The first step of a window keeps all but the window, or with ``refresh="near"``
-    renews what is near or the whole canvas; the others compute the window alone."""
+    """The first step of a window keeps everything but the window, or with
+    ``refresh="near"`` renews near positions or the whole canvas. Other steps compute
+    only the window."""
     options = DualOptions.of(spec)
     if options.refresh != "near":
         return refresh_then_reuse(spec, progress, 0, retain_all)
@@ -42,7 +43,8 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
         span = Span(progress.num_shared, visible.stop)
         scope = Scope.ACTIVE if span.start else Scope.ALL
     else:
-        # What becomes visible where a suffix is left out has not been computed before.
+        # If a suffix is left out, newly visible positions have not been computed
+        # before.
         stop = (
             window.stop + options.near_tokens
             if spec.layout.suffix_blocks is None

@@ -1,12 +1,12 @@
-"""ES-dLLM (arXiv 2603.10088): rows that neither change nor are about to be unmasked
-leave the pass early.
+"""Layer pass of ES-dLLM (arXiv 2603.10088): rows that neither change nor are about to
+be unmasked leave the pass early.
 
 K/V of the whole canvas are kept by position. A step feeds the window, and after some
-layers only its most important rows go on; the others keep the K/V that deeper layers
-have of them. A row is important if it was confident when it last went through all
-layers, and if what it is remembered by (its hidden state, query, key or value at that
-layer) has changed since. Combined with Sparse-dLLM's eviction, a layer attends to a
-copy of what it retained, and to the window.
+layers only its most important rows go on. Deeper layers keep the old K/V of the other
+rows. A row is important if its confidence was high when it last went through all
+layers, and if its remembered value (hidden state, query, key or value at that layer)
+has changed since. With Sparse-dLLM's eviction, a layer attends to a copy of the tokens
+that it retained, and to the window.
 """
 
 from collections.abc import Iterable, Sequence
@@ -78,8 +78,8 @@ class Confidences:
 
     last: Tensor
     """Probability of each canvas position's token when it was last predicted, float32
-    ``[canvas_length + 1]``; 0 before. The last is of no position: with shifted logits
-    the last row predicts none.
+    ``[canvas_length + 1]``; 0 before. The last entry belongs to no position: with
+    shifted logits the last row predicts none.
     """
 
 
@@ -90,21 +90,21 @@ class LayersRun:
     row_slots: Tensor
     """``TokenTables.row_slots``"""
     copy_slots: Tensor | None
-    """The same of rows in the retained copy, if there is one."""
+    """Slots of the rows in the retained copy, if there is one."""
     feature_slots: Tensor | None
     """``FeatureTables.row_slots``, if there are features."""
     stage: SplitRows
-    """The rows that the layers compute at the moment."""
+    """Rows that the current layer computes."""
     kept_rows: list[Tensor] = field(default_factory=list)
-    """After each cut so far, the rows of the batch that went on."""
+    """Batch rows that went on after each cut so far."""
     copied: dict[int, list[Tensor]] = field(default_factory=dict)
-    """Per request that copies, the positions that each layer so far has copied from
-    outside the window."""
+    """Positions outside the window that each layer so far has copied, per request that
+    copies."""
 
 
 class EarlySkipPass(LayerPass):
-    """Writes the K/V of every row a layer computes to its position, attends to the
-    canvas as kept, and drops rows.
+    """Pass that keeps K/V by canvas position, attends to the kept canvas, and drops
+    rows.
     """
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
@@ -127,7 +127,7 @@ class EarlySkipPass(LayerPass):
             for i, step in enumerate(self.steps)
             if step.copying is RetainedCopy.WRITE
         }
-        """Positions of which some are copied, per request that copies."""
+        """Candidates for the copy, per request that copies."""
         kinds = [COPY_PAGES if reads else PageKind.KV for reads in self.reading]
         self.attended = (
             TokenTables(batch, pages, kinds) if any(self.reading) else self.tables
@@ -146,11 +146,9 @@ class EarlySkipPass(LayerPass):
             )
         ]
         self.stages = [SplitRows(sizes, alone, device)]
-        """The rows that the layers between two cuts compute; one more than there are
-        cuts.
-        """
+        """Rows of the layers between two cuts: one more entry than cuts."""
         self.cuts: dict[int, RowChoice] = {}
-        """Choice of the rows that go on, among those of the layer."""
+        """Choice of the rows that go on, by layer."""
         for layer, fraction in options.cuts(self.num_layers).items():
             rows = [Span(*bounds) for bounds in pairwise(self.stages[-1].bounds)]
             whole = [*rows]
@@ -168,8 +166,8 @@ class EarlySkipPass(LayerPass):
                 c.own.last[a : a + n]
                 for c, a, n in zip(batch.canvases, firsts, sizes, strict=True)
             ]
-            """Views of the confidences that requests keep, of the positions that their
-            rows predict: neighbours.
+            """Views of the requests' confidences, for the positions that their rows
+            predict, which are neighbours.
             """
             self.predicted, masked, filled = self._rows_that_skip(predicted)
             self._set_importance(masked, filled)
@@ -179,7 +177,7 @@ class EarlySkipPass(LayerPass):
                 Repeats.AFTER_FOLLOW if any(self.skips) else Repeats.SAME_WORK
             )
         self.features: FeatureTables | None = None
-        """The values that rows are remembered by, if these are no keys or values."""
+        """Remembered values of rows; None if keys or values are compared."""
         if options.keeps_features and self.cuts:
             predicting = [
                 Span(*(end - self.shift for end in c.layout.response_span))
@@ -189,7 +187,9 @@ class EarlySkipPass(LayerPass):
             self.features = FeatureTables(batch, pages, predicting, width)
 
     def _least_kept(self, index: int, num_unmasked: int) -> int:
-        """Rows that a request keeps at least, where so many positions were filled."""
+        """The fewest rows that a request keeps after a step that filled
+        ``num_unmasked`` positions.
+        """
         return min(num_unmasked + 2, self.batch.plans[index].window.size)
 
     def _num_kept(self, index: int, fraction: float, num_rows: int) -> int:
@@ -197,8 +197,8 @@ class EarlySkipPass(LayerPass):
         return min(max(int(fraction * self.batch.sizes[index]), least), num_rows)
 
     def _repeats(self, index: int) -> bool:
-        """Return True if the next steps of a request keep as many rows, however many
-        positions each of them fills.
+        """Return True if the next steps of a request keep equally many rows, whatever
+        they fill.
         """
         plan = self.batch.plans[index]
         last_unmasked = self.batch.canvases[index].last_unmasked
@@ -218,8 +218,8 @@ class EarlySkipPass(LayerPass):
         return on_device(np.delete(canvas, slice(first, stop)), self.batch.device)
 
     def _copy_tokens(self) -> Tensor:
-        """The place of each row of a window in its request's retained copy, after what
-        was copied; −1 of other rows, and where there is no copy.
+        """Place of each window row in the retained copy of its request, after the
+        copied tokens; −1 for other rows, and without a copy.
         """
         batch = self.batch
         windows = [
@@ -235,9 +235,9 @@ class EarlySkipPass(LayerPass):
         return on_device(tokens, batch.device)
 
     def _rows_that_skip(self, predicted: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-        """Per row: the ``CanvasStore`` index of the position that it predicts, whether
-        that is masked, and whether the last step filled it. Rows of requests that skip
-        none get the spare place, which is neither."""
+        """For each row: the ``CanvasStore`` index of the position that it predicts,
+        whether this is masked, and whether the last step filled it. Rows of requests
+        that skip no rows get the spare place, which is neither."""
         table = np.full((3, self.batch.bounds[-1]), [[SPARE], [False], [False]])
         for i, canvas in enumerate(self.batch.canvases):
             if self.skips[i]:
@@ -251,8 +251,8 @@ class EarlySkipPass(LayerPass):
         return places, masked > 0, filled > 0
 
     def _set_importance(self, masked: Tensor, filled: Tensor) -> None:
-        """Set the last confidence of each row, 0 where its token is not masked, and its
-        bonus; ``[num_rows]`` each.
+        """Set the last confidence of each row, which is 0 if its position is not
+        masked, and its bonus; ``[num_rows]`` each.
         """
         self.masked, self.confidences = masked, torch.cat(self.scores) * masked
         counts = masked.cumsum(dim=0)
@@ -297,8 +297,8 @@ class EarlySkipPass(LayerPass):
     def __call__(
         self, layers: Iterable[DecoderLayer], hidden: Tensor, phases: RotaryPhases
     ) -> tuple[Tensor, Results]:
-        """The results are, where rows are dropped, ``finished`` and the rows that went
-        on after each cut; and the positions that each of ``copied`` has copied,
+        """Results: if rows are dropped, ``finished`` and the rows that went on after
+        each cut; then the positions that each request of ``copied`` has copied,
         ``[num_layers, num_copied]``.
         """
         indicator = self.options.indicator
@@ -349,17 +349,17 @@ class EarlySkipPass(LayerPass):
         return attend_split(layer, self.attended, qkv, run.stage, attend_fresh=False)
 
     def _copy_retained(self, run: LayersRun, layer: int, q: Tensor) -> None:
-        """Sparse-dLLM's choice over the canvas as it is kept, for the requests whose
-        step it is. Such a step skips no row, and the mean is over the queries of all
-        that it computes."""
+        """Choose tokens like Sparse-dLLM from the kept canvas, and copy them, for
+        requests whose plan asks for it. Such a step skips no rows: the mean query is
+        over all rows of the request."""
         pages = self.pages
         for i, outside in self.copied.items():
             slots = self.tables.token_slots(layer, torch.full_like(outside, i), outside)
             places = page_places(slots, pages.keys)
             keys = pages.keys[places]
             scores = mean_query_scores(q[run.stage.rows(i)], keys)
-            # Every rank scores with its own heads; all must retain the same tokens.
-            # Only the order counts.
+            # Ranks score with different heads, but must retain the same tokens. Only
+            # the order counts.
             scores = tensor_model_parallel_all_reduce(scores)
             best = select_retained(scores, self.steps[i].num_copied, POOL_KERNEL_SIZE)
             run.copied.setdefault(i, []).append(outside[best])
@@ -375,8 +375,8 @@ class EarlySkipPass(LayerPass):
         rows: Tensor,
         fresh: Tensor,
     ) -> Rows:
-        """Remaining rows, as indices into the rows of the layer. ``fresh`` ``[rows of
-        the layer, width]`` becomes their remembered values."""
+        """Choose the rows that go on; returns their indices in the layer's rows.
+        ``fresh`` ``[rows of the layer, width]`` becomes their remembered values."""
         kept: Rows = slice(None)
         if cut.groups:
             members = torch.cat([group_rows.flatten() for group_rows, _ in cut.groups])
@@ -397,8 +397,8 @@ class EarlySkipPass(LayerPass):
     def _changes(
         self, run: LayersRun, layer: int, rows: Tensor, fresh: Tensor
     ) -> Tensor:
-        """Difference of ``fresh`` from the remembered values of the rows, relative to
-        their size; ``[rows]``.
+        """Difference between ``fresh`` and the remembered values of the rows, relative
+        to the size of these; ``[rows]``.
         """
         indicator = self.options.indicator
         if self.options.alpha == 1:
@@ -415,15 +415,15 @@ class EarlySkipPass(LayerPass):
         )
         width = fresh.shape[1]
         if indicator != "hidden_state":
-            # Every rank has its own heads; all must keep the same rows.
+            # Ranks have different heads, but must keep the same rows.
             sums = tensor_model_parallel_all_reduce(sums)
             width = width * get_tensor_model_parallel_world_size()
         difference, square = sums / width
         return difference / (square.sqrt() + SMALLEST_NORM)
 
     def _most_important(self, values: Tensor, count: int) -> Tensor:
-        """Choose the ``count`` rows that stay, in no order, by their changes,
-        confidences and bonuses, ``[3, group, rows]``.
+        """Choose the ``count`` rows that stay by their changes, confidences and
+        bonuses, ``values`` ``[3, group, rows]``.
 
         Near the end of a window most confidences are 0, and the most confident rows
         tie. The result of ``topk`` stays unsorted, as in the authors' code: its order
@@ -444,8 +444,8 @@ class EarlySkipPass(LayerPass):
         confidences = statistics.probability
         canvas = self.batch.canvases[index]
         if statistics.held_back is not None and not canvas.layout.shifts_logits:
-            # As in the authors' code: how confident an end token was that came too
-            # early is forgotten, but not with shifted logits.
+            # As in the authors' code: the confidence of an end token that came too
+            # early is dropped, but not with shifted logits.
             confidences = confidences.masked_fill(statistics.held_back, 0.0)
         written = required(statistics.written)
         last: Tensor = canvas.own.last

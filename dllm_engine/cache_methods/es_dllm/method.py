@@ -24,7 +24,7 @@ from dllm_engine.families import ModelFamily
 
 class ESDLLMOptions(EvictingOptions):
     """Options of ``es_dllm`` (ES-dLLM, arXiv 2603.10088). Intervals count steps over
-    the response, as if every block took a step per token."""
+    the response, as if each block took one step per token."""
 
     tuned: ClassVar[TunedValues] = {
         "block_refresh_interval": (4, 8, 16),
@@ -84,13 +84,13 @@ class ESDLLMOptions(EvictingOptions):
 
     @property
     def keeps_features(self) -> bool:
-        """True if rows are remembered in pages of their own; keys and values are in
-        pages already.
+        """True if remembered values need separate pages. Keys and values are in pages
+        already.
         """
         return self.indicator in ("hidden_state", "query") and self.alpha < 1
 
     def feature_width(self, geometry: PoolGeometry) -> int:
-        """Numbers that a row is remembered by in pages of their own."""
+        """Length of a row's remembered value in separate pages."""
         is_query = self.indicator == "query"
         return geometry.query_size if is_query else geometry.hidden_size
 
@@ -99,8 +99,8 @@ class ESDLLMOptions(EvictingOptions):
         return self.retention_ratio < 1
 
     def cuts(self, num_layers: int) -> dict[int, float]:
-        """Layers that drop rows, ascending, and the fraction of a step's rows that is
-        left after each.
+        """Layers that drop rows, ascending, with the fraction of the step's rows that
+        go on.
         """
         if not self.skips:
             return {}
@@ -113,12 +113,12 @@ class ESDLLMOptions(EvictingOptions):
 
 
 COPY_PAGES = "retained copy"
-"""Kind of pages: keys and values again, of the copy below."""
+"""Kind of pages that hold keys and values of the retained copy."""
 
 
 class RetainedCopy(Enum):
-    """Use of a copy of retained tokens, kept beside the whole canvas if positions are
-    evicted.
+    """Use of the copy of retained tokens. With eviction, pages hold it beside the whole
+    canvas.
     """
 
     NONE = "none"
@@ -130,24 +130,26 @@ class RetainedCopy(Enum):
 
 @dataclass(frozen=True)
 class EarlySkipStep:
-    """Work of a step of ES-dLLM beside computing rows."""
+    """The part of a step plan that is specific to ES-dLLM."""
 
     skips: bool
-    """Drop rows between layers."""
+    """True if rows are dropped between layers."""
     from_last_unmasked: bool
-    """Compute also the rows from the one on that predicted the leftmost position
-    unmasked in the previous step, if that lies before the span."""
+    """True to begin at the row that predicted the leftmost token of the previous step,
+    if it lies before the span."""
     copying: RetainedCopy
     num_copied: int
-    """Tokens outside the window that the copy holds per layer; the window follows them.
+    """Number of tokens outside the window in the copy, per layer. The window follows
+    them.
     """
 
 
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
-    """UPDATE of ALL is the whole canvas, the only steps that compute what comes after
-    the window; UPDATE of PROMPT is everything up to the window's end; UPDATE of ACTIVE
-    is the window with no row skipped. The others REUSE, and skip. The first step after
-    a block joined also feeds what the step before it decoded.
+    """Plan a step. UPDATE of ALL computes the whole canvas; only these steps compute
+    positions after the window. UPDATE of PROMPT computes everything up to the window's
+    end. UPDATE of ACTIVE computes the window without skipping rows. Other steps REUSE
+    and skip rows. The first step after a block has joined also feeds the tokens that
+    the step before decoded.
     """
     options = ESDLLMOptions.of(spec)
     window_due, prompt_due = _due(options, spec, progress)
@@ -191,13 +193,13 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
 def _due(
     options: ESDLLMOptions, spec: DecodingSpec, progress: Progress
 ) -> tuple[bool, bool]:
-    """Tell whether this step computes the whole window, and whether it computes the
+    """Return whether this step computes the whole window, and whether it computes the
     whole prompt.
 
-    One block at a time follows a clock that begins a block at the number of response
-    tokens before it, as if every block took a step per token (the authors' code).
-    Several blocks have no such clock: intervals then count unmasked tokens, and a
-    window is computed as a whole when a block has joined.
+    With one block at a time, a clock begins each block at the number of response tokens
+    before it, as if blocks took one step per token (the authors' code). With several
+    blocks there is no such clock: intervals count unmasked tokens, and the whole window
+    is computed when a block has joined.
     """
     if spec.schedule.block_add_threshold is None:
         clock = progress.running.first * spec.layout.block_length + progress.step
@@ -212,7 +214,7 @@ def _due(
 
 
 def copied_tokens(spec: DecodingSpec, running: Blocks) -> int:
-    """Tokens outside the window that its retained copy holds."""
+    """Number of tokens outside the window in the retained copy."""
     return int(
         (spec.layout.canvas_length - spec.layout.span_of(running).size)
         * ESDLLMOptions.of(spec).retention_ratio
@@ -222,9 +224,9 @@ def copied_tokens(spec: DecodingSpec, running: Blocks) -> int:
 def hold_canvas_and_copy(
     spec: DecodingSpec, running: Blocks, geometry: PoolGeometry
 ) -> PageCounts:
-    """The whole canvas, the copy of what is retained with the window, and where rows
-    are dropped the features of those that predict the response: no other row is ever in
-    a step that skips."""
+    """Pages for the whole canvas, for the copy of retained tokens and the window, and
+    if rows are dropped for features of the rows that predict the response: steps that
+    skip contain no other rows."""
     options = ESDLLMOptions.of(spec)
     counts = geometry.uniform(spec.layout.canvas_length)
     cuts = options.cuts(geometry.num_layers)

@@ -1,4 +1,6 @@
-"""Masked rows that a pass of FOCUS keeps: those that it expects to decode."""
+"""Choice of the masked rows that a pass of FOCUS keeps, because it expects to decode
+them.
+"""
 
 import math
 from collections.abc import Sequence
@@ -13,32 +15,32 @@ from dllm_engine.cache_methods.focus.method import FocusOptions
 from dllm_engine.model_executor.transfer import on_device
 
 POOL_KERNEL_SIZE = 3
-"""Neighbouring masked keys of which the highest score counts."""
+"""Width of the max-pooling of scores over neighbouring masked keys."""
 
 
 @dataclass(frozen=True)
 class OwnMasks:
-    """Masked rows of a request that may drop some."""
+    """Masked rows of a request that may drop some of them."""
 
     positions: np.ndarray
-    """In the canvas, ascending."""
+    """Canvas positions, ascending."""
     rows: np.ndarray
-    """In the batch."""
+    """Indices in the batch."""
     keep: int
-    """Rows that go on at least; fewer than there are."""
+    """The fewest rows that go on."""
     processed: int
-    """The block's positions before this one went through all layers."""
+    """Position before which all positions of the block went through all layers."""
 
 
 class MaskedRows:
-    """Masked rows of a batch's requests side by side, on the device: ``[num_requests,
-    width]``, filled up with row 0.
+    """Masked rows of all requests on the device: ``[num_requests, width]``, padded with
+    row 0.
     """
 
     def __init__(
         self, requests: Sequence[OwnMasks | None], width: int, device: torch.device
     ) -> None:
-        """``requests``: None for one that drops no row."""
+        """``requests``: masked rows per request; None for a request that drops no rows."""
         shape = len(requests), width
         rows = np.zeros(shape, dtype=np.int64)
         keep = np.zeros((len(requests), 1), dtype=np.int64)
@@ -55,8 +57,8 @@ class MaskedRows:
             )
         self.rows = on_device(rows, device)
         self.flags = on_device(flags, device, torch.bool)
-        """True for a row that exists; whose right neighbour is the next masked row; and
-        that no pass over the block has taken through all layers yet.
+        """Three flags per row: it is not padding; its right neighbour is the next
+        masked row; no pass over the block has taken it through all layers yet.
         """
         self.keep = on_device(keep, device)
         """``OwnMasks.keep``, ``[num_requests, 1]``."""
@@ -65,8 +67,8 @@ class MaskedRows:
         return [self.rows, self.flags, self.keep]
 
     def importance(self, q: Tensor, k: Tensor) -> Tensor:
-        """The attention that each masked row gets from the masked rows of its request,
-        over all heads, float32 ``[num_requests, width]``; the paper's I.
+        """Attention that each masked row gets from the masked rows of its request,
+        summed over heads, float32 ``[num_requests, width]``; the paper's I.
         """
         exist = self.flags[0]
         queries = q[self.rows].float()
@@ -84,8 +86,8 @@ class MaskedRows:
         return (attention * exist[:, None, :, None]).sum(dim=(1, 2))
 
     def stay(self, rises: Tensor, num_rows: int, options: FocusOptions) -> Tensor:
-        """Rows of the batch that go on, bool ``[num_rows]``. ``rises``: of each masked
-        row's importance between the first two layers; the paper's ΔI.
+        """Batch rows that go on, bool ``[num_rows]``. ``rises``: increase of each
+        masked row's importance between the first two layers; the paper's ΔI.
         """
         leave = self.flags[0] & ~self.selected(rises, options)
         counts = torch.zeros(num_rows, dtype=torch.int64, device=rises.device)
@@ -94,8 +96,8 @@ class MaskedRows:
     def selected(self, rises: Tensor, options: FocusOptions) -> Tensor:
         """Masked rows that go on, bool ``[num_requests, width]``.
 
-        They are those that rise most, the left neighbours of these, and every row left
-        of them that no pass over the block has processed yet: what follows attends to
+        These are the rows that rise most, their left neighbours, and every row to the
+        left that no pass over the block has processed yet, because later rows attend to
         it.
         """
         exist, have_neighbours, unprocessed = self.flags
@@ -107,7 +109,7 @@ class MaskedRows:
             squares = _sum((wide - mean).square(), exist)
             deviation = (squares / (counts - int(options.deviation == "sample"))).sqrt()
             chosen = exist & (wide >= mean + deviation)
-        # Of equal ones the leftmost first.
+        # The leftmost of equal rises comes first.
         order = rises.masked_fill(~exist, -math.inf).argsort(
             dim=1, descending=True, stable=True
         )
@@ -121,5 +123,5 @@ class MaskedRows:
 
 
 def _sum(values: Tensor, exist: Tensor) -> Tensor:
-    """Sum over those of each request that exist, ``[num_requests, 1]``."""
+    """Sum per request without padding, ``[num_requests, 1]``."""
     return values.masked_fill(~exist, 0).sum(dim=1, keepdim=True)

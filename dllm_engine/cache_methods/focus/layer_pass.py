@@ -1,9 +1,10 @@
-"""FOCUS (arXiv 2601.23278): a pass over the running block that drops, in its second
-layer, the masked rows that it does not expect to decode.
+"""Layer pass of FOCUS (arXiv 2601.23278): it drops, in the second layer, the masked
+rows of the running block that it does not expect to decode.
 
 Keys and values of the whole canvas are kept by position. Every row that a layer
-computes overwrites its own, and attends to everything up to the rightmost row of the
-pass: also to rows that are not in it, as the last pass left them that computed them.
+computes overwrites its K/V, and attends to everything up to the rightmost row of the
+pass, including positions that the pass does not compute, with the K/V of the last pass
+that did.
 """
 
 import math
@@ -42,11 +43,11 @@ class BlockState:
     """State of a request's block between passes."""
 
     keep: int
-    """Masked rows that a pass keeps at least, ``k`` in the paper."""
+    """The fewest masked rows that a pass keeps, ``k`` in the paper."""
     num_passes: int = 0
     num_filled: int = 0
     processed: int = 0
-    """The block's positions before this one went through all layers."""
+    """Position before which all positions of the block went through all layers."""
 
     def next_block(self, start: int, options: FocusOptions) -> "BlockState":
         """The state at the start of a block at ``start``."""
@@ -58,8 +59,8 @@ class BlockState:
     def after(
         self, num_filled: int, processed: int, options: FocusOptions
     ) -> "BlockState":
-        """The state after a pass that filled so many tokens, and whose rows before
-        ``processed`` went through all layers.
+        """The state after a pass that filled ``num_filled`` tokens, and whose rows
+        before ``processed`` went through all layers.
         """
         num_passes = self.num_passes + 1
         filled = self.num_filled + num_filled
@@ -70,12 +71,12 @@ class BlockState:
 
 
 class FocusPass(LayerPass):
-    """Requests in every phase share the pass. Those that feed prompts or a decision, or
-    have few masked rows left, keep all rows.
+    """Pass that all requests share. Requests that feed prompts or a decision, or have
+    few masked rows left, keep all rows.
 
-    Launched, the pass goes on with the rows that stay: how many these are, the host
-    waits for. Recorded, it goes on with all rows; what leaves is not written, and
-    nothing attends to it.
+    If launched, the pass goes on with the rows that stay; the host waits for their
+    number. If recorded, it goes on with all rows, but dropped rows are not written, and
+    no row attends to them.
     """
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
@@ -86,20 +87,21 @@ class FocusPass(LayerPass):
             self._state(plan, canvas)
             for plan, canvas in zip(batch.plans, batch.canvases, strict=True)
         ]
-        """The state of each request before the pass; None: it is a step of block
-        diffusion alone.
+        """The state of each request before the pass; None: the request keeps all rows.
         """
         masks = [self._masks(index) for index in range(len(batch.plans))]
         width = max(canvas.spec.layout.attended_length for canvas in batch.canvases)
         self.masked = None
-        """None: no request drops rows."""
+        """Masked rows; None if no request drops rows."""
         if any(request_masks is not None for request_masks in masks):
             self.masked = MaskedRows(masks, width, batch.device)
         last_rows = np.array(batch.bounds[1:]) - 1
         ends = (batch.host_positions[last_rows] + 1).tolist()
         self.tables = TokenTables(batch, pages, head_len=ends)
         self.ends = on_device(ends, batch.device, torch.int32)
-        """Tokens that the rows of each request attend to before some rows leave."""
+        """Number of tokens that the rows of each request attend to before rows are
+        dropped.
+        """
         num_rows = batch.bounds[-1]
         self.graph_rows = 0
         self.most_rows = batch.max_seqlen
@@ -120,9 +122,9 @@ class FocusPass(LayerPass):
         """
         self.requests = F.pad(batch.requests, (0, more))
         self.num_finished = batch.sizes
-        """Rows of each request that go through all layers, at most."""
+        """Upper bound of the rows of each request that go through all layers."""
         self.finished_positions: dict[int, np.ndarray] = {}
-        """Canvas positions of those that did, by request."""
+        """Canvas positions of the rows that went through all layers, by request."""
 
     def _state(self, plan: StepPlan, canvas: Canvas) -> BlockState | None:
         step: FocusStep | None = plan.own
@@ -148,8 +150,8 @@ class FocusPass(LayerPass):
 
     @staticmethod
     def positions(plan: StepPlan, canvas: Canvas) -> np.ndarray:
-        """In the first pass of a block all rows. Later those that are masked, or were
-        before the last pass, or whose right neighbour was.
+        """All rows in the first pass of a block. Later, positions that were masked
+        before the last pass, and positions whose right neighbour was.
         """
         rows = np.arange(*plan.span)
         step: FocusStep | None = plan.own
@@ -182,8 +184,8 @@ class FocusPass(LayerPass):
     def __call__(
         self, layers: Iterable[DecoderLayer], hidden: Tensor, phases: RotaryPhases
     ) -> tuple[Tensor, Results]:
-        """The result is, where rows are dropped, whether each row went through all
-        layers, bool ``[num_rows]``."""
+        """Result, if rows are dropped: True for each row that went through all layers,
+        bool ``[num_rows]``."""
         num_rows, positions, masked = len(hidden), phases.positions, self.masked
         bounds: RowBounds = self.batch
         self.tables.set_lengths(self.ends)
@@ -197,7 +199,7 @@ class FocusPass(LayerPass):
                 before = importance
                 importance = masked.importance(q, k)
             if masked is not None and index == EVICTING_LAYER:
-                # Every rank scores with its own heads; all must keep the same rows.
+                # Ranks score with different heads, but must keep the same rows.
                 rises = tensor_model_parallel_all_reduce(importance - before)
                 stay = masked.stay(rises, num_rows, self.options)
                 results = [stay]
@@ -236,7 +238,7 @@ class FocusPass(LayerPass):
         return staying, RowBounds(sizes, stay.device, limits)
 
     def _end_at_last(self, stay: Tensor, positions: Tensor) -> None:
-        """Let the rows of each request attend to nothing behind the last that goes on."""
+        """End the tokens that each request attends to at its last row that goes on."""
         ends = torch.zeros_like(self.ends)
         row_ends = torch.where(stay, positions + 1, 0).to(ends.dtype)
         requests = self.requests[: len(stay)]
@@ -267,7 +269,7 @@ class FocusPass(LayerPass):
         return num_rows - num_left_out * (num_layers - EVICTING_LAYER - 1) // num_layers
 
     def record(self, index: int, results: Results) -> dict[str, Any]:
-        """The rows of the block that go on behind the second layer."""
+        """The rows of the block that go on after the second layer."""
         if self.states[index] is None:
             return {}
         block = _block(self.batch.plans[index], self.batch.canvases[index])
@@ -276,5 +278,5 @@ class FocusPass(LayerPass):
 
 
 def _block(plan: StepPlan, canvas: Canvas) -> Span:
-    """The running block, with what stands before its masks."""
+    """The running block, with its decided tokens before the masks."""
     return canvas.spec.layout.from_block_start(plan.window)

@@ -1,5 +1,5 @@
-"""FOCUS (arXiv 2601.23278): block diffusion whose passes feed decided tokens once more
-and then no longer, and drop masked rows that they expect not to decode.
+"""FOCUS (arXiv 2601.23278): block diffusion whose passes feed a decided token only once
+more, and drop masked rows that they do not expect to decode.
 """
 
 from dataclasses import dataclass
@@ -65,15 +65,15 @@ class FocusOptions(CacheOptions):
 
 @dataclass(frozen=True)
 class FocusStep:
-    """Part of a step plan for the pass of FOCUS."""
+    """The part of a step plan that is specific to FOCUS."""
 
     begins_block: bool
     """True if every row of the block is fed."""
 
 
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
-    """A step of block diffusion. A decision keeps every row: its few passes need the
-    probabilities of all of them.
+    """Plan a step of block diffusion. A decision keeps all rows, because its few passes
+    need the probabilities of all rows.
     """
     plan = plan_blocks(spec, progress)
     begins_block = progress.step == 0 or bool(plan.adds)
@@ -86,8 +86,8 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
 
 
 def _through_block(spec: DecodingSpec, running: Blocks) -> int:
-    """Tokens up to the end of the running block: rows that are not fed are read as the
-    last pass left them that computed them.
+    """Tokens up to the end of the running block: rows that are not fed are read as they
+    were last computed.
     """
     return spec.layout.from_block_start(spec.layout.span_of(running)).stop
 

@@ -31,8 +31,8 @@ class FreeCacheOptions(CacheOptions):
     paper: 256, with blocks of 64). None: one block."""
 
     def refusal(self, spec: DecodingSpec) -> str | None:
-        """Reason why a request is refused: cache blocks are whole blocks, and a
-        response of one block keeps nothing but its prompt.
+        """Reason why a request is refused: cache blocks must be whole blocks, unless
+        the response is a single block.
         """
         length = self.cache_block_length
         if (
@@ -49,10 +49,10 @@ class FreeCacheOptions(CacheOptions):
 
 
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
-    """The first step computes the whole canvas and keeps the prompt. A finished cache
-    block is fed once more, with its final tokens, when it has left the window: the
-    first step after that keeps it. Its last row then predicts the window's first
-    position where logits are shifted.
+    """Plan a step. The first step computes the whole canvas and keeps the prompt. A
+    finished cache block is fed once more with its final tokens: the first step after it
+    has left the window keeps it. With shifted logits its last row then predicts the
+    window's first position.
     """
     window = progress.window(spec)
     clean = clean_tokens(spec, progress.running)
@@ -65,8 +65,8 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
 
 
 def clean_tokens(spec: DecodingSpec, running: Blocks) -> int:
-    """Tokens that are kept while these blocks run: the prompt, and whole cache blocks
-    before them.
+    """Number of tokens that are kept while these blocks run: the prompt, and whole
+    cache blocks before the window.
     """
     finished = spec.layout.span_of(running).start - spec.layout.prompt_length
     together = FreeCacheOptions.of(spec).cache_block_length or spec.layout.block_length

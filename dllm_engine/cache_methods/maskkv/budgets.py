@@ -1,8 +1,8 @@
-"""Prompt tokens that layers and their KV heads retain. A new budget is a function and
-its name in ``LAYER_BUDGETS`` or ``HEAD_BUDGETS``.
+"""Budgets: numbers of prompt tokens that layers and their KV heads retain. A new budget
+is a function and its name in ``LAYER_BUDGETS`` or ``HEAD_BUDGETS``.
 
 Budgets of layers never sum to more than the average times the number of layers, so that
-pages can be reserved before anything runs.
+pages can be reserved before the request runs.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,12 +18,12 @@ from dllm_engine.kernels.attention_scores import top_indices
 PYRAMID_STEEPNESS = 20
 """PyramidKV's β (arXiv 2406.02069): the last layer retains a 20th of the average."""
 SQUEEZE_SHARE = 0.4
-"""SqueezeAttention (arXiv 2404.04793): share of the average that the least important
-layers keep.
+"""SqueezeAttention (arXiv 2404.04793): share of the average budget that the least
+important layers keep.
 """
 SQUEEZE_CLUSTERS = 3
 ADAPTIVE_UNIFORM_SHARE = 0.2
-"""Ada-KV (arXiv 2407.11550): share of the budget that heads get evenly."""
+"""Ada-KV (arXiv 2407.11550): share of the budget that is split evenly."""
 
 LayerBudget = Callable[[int, Sequence[float], float], list[float]]
 HeadBudget = Callable[[Tensor, int, float], Tensor]
@@ -32,11 +32,11 @@ HeadBudget = Callable[[Tensor, int, float], Tensor]
 def layer_budgets(
     kind: str, average: int, importance: Sequence[float], *, base_share: float
 ) -> list[int]:
-    """Tokens per KV head that each layer retains, a mean over its heads. ``kind``: a
-    name in ``LAYER_BUDGETS``; ``average``: the mean over the layers (B̄), of which
-    every layer gets ``base_share`` (MaskKV's β); ``importance``: of each layer, 0 where
-    the budget needs none."""
-    # The sum is no number for a request that is about to end with an error.
+    """Tokens per KV head that each layer retains, as a mean over its heads. ``kind``: a
+    name in ``LAYER_BUDGETS``; ``average``: mean over the layers (B̄), of which every
+    layer gets at least ``base_share`` (MaskKV's β); ``importance``: importance of each
+    layer, 0 if the budget needs none."""
+    # The sum is NaN for a request that is about to end with an error.
     if kind in MEASURED_IMPORTANCE and not sum(importance) > 0:
         kind = "uniform"
     return [
@@ -64,7 +64,7 @@ def boundary(
 def pyramid(
     average: int, importance: Sequence[float], base_share: float
 ) -> list[float]:
-    """PyramidKV: falls evenly from the first layer to the last."""
+    """PyramidKV: budgets fall evenly from the first layer to the last."""
     layers = len(importance)
     if layers == 1:
         return [float(average)]
@@ -76,8 +76,8 @@ def pyramid(
 def squeeze(
     average: int, importance: Sequence[float], base_share: float
 ) -> list[float]:
-    """SqueezeAttention: of three clusters of layers, the least important keeps 40 % of
-    the average. The others share the rest evenly."""
+    """SqueezeAttention: the least important of three clusters of layers keeps 40 % of
+    the average. All other layers share the rest evenly."""
     is_least = _clusters(np.array(importance)) == 0
     least = np.count_nonzero(is_least)
     layers = len(importance)
@@ -117,11 +117,11 @@ LAYER_BUDGETS: dict[str, LayerBudget] = {
 def head_budgets(
     kind: str, scores: Tensor, layer_budget: int, *, base_share: float
 ) -> Tensor:
-    """Tokens that each KV head retains, none more than there are; int64
+    """Tokens that each KV head retains, at most ``num_tokens``; int64
     ``[num_kv_heads]``. ``kind``: a name in ``HEAD_BUDGETS``; ``scores``
-    ``[num_kv_heads, num_tokens]``: of all heads of the model, none negative;
-    ``layer_budget``: the mean over the heads (B_l), of which every head gets
-    ``base_share`` (MaskKV's α). It may exceed the number of tokens."""
+    ``[num_kv_heads, num_tokens]``: scores of all heads of the model, not negative;
+    ``layer_budget``: mean over the heads (B_l), of which every head gets at least
+    ``base_share`` (MaskKV's α). It may exceed ``num_tokens``."""
     return (
         HEAD_BUDGETS[kind](scores, layer_budget, base_share)
         .long()
@@ -130,22 +130,22 @@ def head_budgets(
 
 
 def prompt_preference(scores: Tensor, layer_budget: int, base_share: float) -> Tensor:
-    """MaskKV, Algorithm 3: a base, and the rest in proportion to how much attention a
+    """MaskKV, Algorithm 3: a base, and the rest in proportion to the attention that a
     head pays to the prompt.
     """
     masses = scores.double().sum(dim=1)
     base = int(base_share * layer_budget)
     pool = (layer_budget - base) * len(masses)
     total = masses.sum()
-    # Of scores that are no numbers, of a request that is about to end with an error, no
-    # shares can be made.
+    # Scores are NaN for a request that is about to end with an error, and give no
+    # shares.
     shared = (total > 0) & (total < torch.inf)
     return base + torch.where(shared, pool * masses / total, pool / len(masses))
 
 
 def adaptive(scores: Tensor, layer_budget: int, base_share: float) -> Tensor:
-    """Ada-KV, Algorithm 1: as many tokens as a head has among the highest scores of all
-    heads together, mixed with an even share."""
+    """Ada-KV, Algorithm 1: the number of a head's tokens among the highest scores of
+    all heads, mixed with an even share."""
     num_heads, num_tokens = scores.shape
     best = top_indices(scores.flatten(), min(layer_budget * num_heads, scores.numel()))
     counts = torch.zeros(num_heads, dtype=torch.float64, device=scores.device)

@@ -1,4 +1,4 @@
-"""Page tables of a model whose heads retain different tokens."""
+"""Page tables whose heads retain different tokens."""
 
 from dataclasses import dataclass, field
 
@@ -17,21 +17,22 @@ from dllm_engine.model_executor.transfer import on_device
 
 @dataclass
 class RetainedPrompt:
-    """Prompt tokens that each layer of a request retained, on this rank."""
+    """Prompt tokens that each layer of a request has retained, on this rank."""
 
     kept: Tensor
     """Tokens per KV head, int64 ``[num_layers, num_kv_heads]``."""
     starts: Tensor
     """First slot of each head's range, int32 ``[num_layers, num_kv_heads]``."""
     numbers: list[Tensor] = field(default_factory=list)
-    """Per layer, the number of each token among those that a head retained, −1 where it
-    did not; int32 ``[prompt_length, num_kv_heads]``."""
+    """Per layer, the index of each token among the tokens that a head has retained, or
+    −1; int32 ``[prompt_length, num_kv_heads]``."""
 
 
 class HeadTables(BatchTables):
-    """Keys and values in packed ranges of one table that all layers share: layer by
-    layer and head by head, the head's retained prompt tokens, then the response. A
-    layer's ranges begin where those before it end, so layers vote in order."""
+    """Keys and values in packed ranges of one table that all layers share. There is a
+    range per layer and head: the retained prompt tokens of the head, then the response.
+    The ranges of a layer begin where those of the layer before end, so layers vote in
+    order."""
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         super().__init__(batch, PageKind.KV)
@@ -49,14 +50,14 @@ class HeadTables(BatchTables):
         self.starts = torch.stack(
             [canvas.own.starts for canvas in batch.canvases], dim=1
         )
-        """``[num_layers, num_requests, num_kv_heads]`` each; in a first pass, of the
-        layers that have voted.
+        """``[num_layers, num_requests, num_kv_heads]`` each; during a request's first
+        pass only valid for layers that have voted.
         """
         self.requests = batch.requests
         layouts = [canvas.layout for canvas in batch.canvases]
         starts = np.repeat([layout.prompt_length for layout in layouts], batch.sizes)
         self.response_index = on_device(batch.host_positions - starts, device)
-        """Position of each row in its response; negative in the prompt."""
+        """Response position of each row; negative in the prompt."""
         read_of_response = [
             plan.read - layout.prompt_length
             for layout, plan in zip(layouts, batch.plans, strict=True)
@@ -64,8 +65,8 @@ class HeadTables(BatchTables):
         self.head_len = self.kept.int() + on_device(
             read_of_response, device, torch.int32
         ).unsqueeze(1)
-        """Tokens of each head that rows attend to, like ``kept``: none at the end of a
-        response that no row reads.
+        """Number of tokens that rows attend to, per head, like ``kept``. The end of a
+        response that no row reads does not count.
         """
         self.token_stride = torch.ones(
             len(batch.plans), dtype=torch.int32, device=device
@@ -79,8 +80,8 @@ class HeadTables(BatchTables):
         """Requests whose prompt is recomputed."""
 
     def retain(self, layer: int, index: int, chosen: Tensor, kept: Tensor) -> None:
-        """Set what a layer of a request retains: ``chosen`` ``[num_kv_heads,
-        prompt_length]`` bool, ``kept`` its row sums."""
+        """Set the tokens that a layer of a request retains. ``chosen``: bool
+        ``[num_kv_heads, prompt_length]``; ``kept``: its row sums."""
         numbers = (chosen.cumsum(dim=1) - 1).masked_fill(~chosen, -1)
         canvas = self.batch.canvases[index]
         retained: RetainedPrompt = canvas.own
@@ -103,14 +104,14 @@ class HeadTables(BatchTables):
         ]
 
     def row_slots(self) -> "Tensor | HeadTables":
-        """The slots of all rows by layer, −1 where nothing is kept of a row."""
-        # While a request votes, where a layer's ranges begin follows from the votes of
-        # the layers before it.
+        """Slots of all rows by layer; −1 for a row that is not kept."""
+        # While a request votes, the ranges of a layer depend on the votes of the layers
+        # before it, so slots are computed layer by layer.
         return self if self.prompts else self[ALL_LAYERS]
 
     def __getitem__(self, layer: int | slice) -> Tensor:
-        """The slots of rows in a layer, ``[num_rows, num_kv_heads]``; for a slice of
-        the layers, with a dimension of them in front. A slice needs that no prompt is
+        """Slots of rows in a layer, ``[num_rows, num_kv_heads]``; for a slice of the
+        layers ``[num_layers, num_rows, num_kv_heads]``. With a slice, no prompt may be
         recomputed."""
         start = self.starts[layer]
         slots = (start + self.kept[layer])[..., self.requests, :] + self.response_index[
@@ -120,8 +121,8 @@ class HeadTables(BatchTables):
         for i in self.prompts:
             first_row = self.batch.bounds[i]
             layer_numbers = self.batch.canvases[i].own.numbers
-            # A request that votes in this pass has not yet, where other requests' rows
-            # are verified.
+            # A request that votes in this pass may not have voted for this layer yet,
+            # when rows of other requests are compared.
             if isinstance(layer, int) and layer < len(layer_numbers):
                 numbers = layer_numbers[layer]
                 slots[first_row : first_row + len(numbers)] = torch.where(

@@ -1,6 +1,6 @@
-"""MaskKV (arXiv 2510.09309): the masked positions vote on the prompt in the first pass,
-and each KV head of each layer retains what its budget allows; from then on dLLM-Cache's
-schedule, on what is retained."""
+"""Layer pass of MaskKV (arXiv 2510.09309): masked positions vote on the prompt in the
+first pass, and each KV head of each layer retains as many tokens as its budget allows.
+Later passes follow dLLM-Cache's schedule on the retained tokens."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -39,7 +39,9 @@ from dllm_engine.model_executor.step_batch import RowBounds, SplitRows, StepBatc
 
 
 class MaskKVPass(AdaptivePass):
-    """Votes and evicts in a request's first pass, then adapts as dLLM-Cache does."""
+    """Pass that votes and evicts in a request's first pass, and then works like
+    dLLM-Cache's pass.
+    """
 
     options: MaskKVOptions
     tables: HeadTables
@@ -54,27 +56,26 @@ class MaskKVPass(AdaptivePass):
         self.rank_tokens = torch.zeros(
             len(self.voting), num_ranks, dtype=torch.int64, device=batch.device
         )
-        """Prompt tokens that the heads of each rank retain of each of ``voting``, in
-        all layers so far.
+        """Prompt tokens that the heads of each rank retain in all layers so far, for
+        each request of ``voting``.
         """
         self.budgets: dict[int, list[int]] = {}
-        """Prompt tokens per KV head that each layer retains of each of ``voting``, once
-        the layers are measured.
+        """Prompt tokens per KV head that each layer retains, for each request of
+        ``voting``; set once layers are measured.
         """
 
     def _tables(self, batch: StepBatch, pages: PageMemory) -> HeadTables:
         return HeadTables(batch, pages)
 
     def graph_parts(self) -> GraphParts | None:
-        # What a prompt retains belongs to its request.
+        # The tensors of retained prompts belong to requests, so a graph cannot write
+        # them.
         return None if self.tables.prompts else super().graph_parts()
 
     def __call__(
         self, layers: Iterable[DecoderLayer], hidden: Tensor, phases: RotaryPhases
     ) -> tuple[Tensor, Results]:
-        """Behind the results of the schedule comes ``rank_tokens``, if any request
-        votes.
-        """
+        """Results: those of the schedule, then ``rank_tokens`` if any request votes."""
         if not self.voting:
             return super().__call__(layers, hidden, phases)
         layers = list(layers)
@@ -85,11 +86,12 @@ class MaskKVPass(AdaptivePass):
     def _layer_budgets(
         self, layers: Sequence[DecoderLayer], hidden: Tensor, phases: RotaryPhases
     ) -> dict[int, list[int]]:
-        """Prompt tokens per KV head that each layer retains of each of ``voting``.
+        """Prompt tokens per KV head that each layer retains, for each request of
+        ``voting``.
 
-        All layers must have run before the first may evict, and until then their keys
-        and values would have to be held beside the pages. So they run twice for
-        ``measuring``. The host waits for what the first run has measured.
+        All layers must have run before the first layer may evict, and until then their
+        keys and values would need memory beside the pages. So layers run twice for the
+        requests of ``measuring``. The host waits for the measurements of the first run.
         """
         batch = self.batch
         options = self.options
@@ -106,7 +108,8 @@ class MaskKVPass(AdaptivePass):
             measured = layer_importance(
                 name, layers, hidden[rows], phases[rows], bounds
             )
-            # Sums over ranks may differ in their last bits, and budgets must not.
+            # Broadcast, because sums over ranks may differ in their last bits, and
+            # budgets must not.
             by_request = get_tp_group().broadcast(measured.T.contiguous()).tolist()
             importance.update(zip(self.measuring, by_request, strict=True))
         return {
@@ -157,9 +160,9 @@ class MaskKVPass(AdaptivePass):
         return entries
 
     def _of_all_heads(self, rank_values: Tensor) -> Tensor:
-        """Numbers of all KV heads of the model, ``[total_kv_heads, ...]``, from those
-        of this rank's, ``[num_kv_heads, ...]``; floating-point ones, because ranks on
-        CPUs exchange no others. Every rank must call it."""
+        """Gather numbers of all KV heads of the model, ``[total_kv_heads, ...]``, from
+        those of this rank, ``[num_kv_heads, ...]``. They must be floating-point,
+        because ranks on CPUs exchange no other types. Every rank must call this."""
         world = get_tensor_model_parallel_world_size()
         # With more ranks than heads, neighbouring ranks have the same head.
         copies = world * rank_values.shape[0] // self.pages.geometry.total_kv_heads
@@ -173,7 +176,7 @@ class MaskKVPass(AdaptivePass):
         rows: Tensor | None,
         qkv: Sequence[Tensor],
     ) -> Tensor:
-        """Attend as dLLM-Cache does. Requests that attend alone are in their first
+        """Attend like dLLM-Cache's pass. Requests that attend alone are in their first
         pass, and vote before anything is written.
         """
         n, (q, k, v) = computed.num_paged_rows, qkv
@@ -233,7 +236,7 @@ class MaskKVPass(AdaptivePass):
 
 
 _ROWS_AT_ONCE = 1024
-"""Rows whose hidden states are compared in float32 at once. They take no more memory
+"""Rows whose hidden states are compared in float32 at once. This takes no more memory
 than vLLM has measured for a pass."""
 
 
@@ -244,10 +247,10 @@ def layer_importance(
     phases: RotaryPhases,
     rows: RowBounds,
 ) -> Tensor:
-    """Importance of each layer to each of some canvases, in a forward pass over them
-    that keeps nothing: float32 ``[num_layers, num_canvases]``, 0 to 2, or NaN where
-    hidden states are no numbers. ``hidden`` ``[num_rows, hidden_size]``: embeddings of
-    the canvases end to end, whose ``rows`` these are; left as they are."""
+    """Importance of each layer for some canvases, measured in a forward pass that keeps
+    nothing: float32 ``[num_layers, num_canvases]``, 0 to 2, or NaN if hidden states are
+    NaN. ``hidden`` ``[num_rows, hidden_size]``: embeddings of the canvases end to end;
+    they are not changed. ``rows``: rows of each canvas."""
 
     def changes(before: Tensor, after: Tensor) -> Tensor:
         parts = zip(

@@ -1,5 +1,6 @@
-"""MaskKV (arXiv 2510.09309): the masked positions vote, and each KV head of each layer
-retains what its budget allows of the prompt; from then on dLLM-Cache's schedule."""
+"""MaskKV (arXiv 2510.09309): masked positions vote, and each KV head of each layer
+retains as many prompt tokens as its budget allows. Later steps follow dLLM-Cache's
+schedule."""
 
 from typing import ClassVar, Literal, Self
 
@@ -32,7 +33,7 @@ MEASURED_IMPORTANCE: dict[LayerBudgetName, ImportanceName] = {
     "boundary": "layer_importance",
     "squeeze": "attention_importance",
 }
-"""The importance of layers that a budget goes by; the others go by none."""
+"""The importance of layers that a budget needs. Other budgets need none."""
 MaskKVScorerName = Literal[
     ScorerName,
     "h2o",
@@ -82,15 +83,15 @@ class MaskKVOptions(AdaptiveOptions, EvictingOptions):
 
     @property
     def largest(self) -> Self:
-        """Options with which the prompt's share is largest. A share of one prompt token
-        is none, while the heads of a rank may retain all of a few tokens.
+        """Options with the largest share of the prompt: a share of one prompt token
+        rounds to none, while the heads of a rank may retain all of a few tokens.
         """
         return self.model_copy(update={"retention_ratio": 1.0})
 
 
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
-    """Algorithm 1: dLLM-Cache's schedule on what the first pass retained of the prompt.
-    A pass that refreshes the prompt alone reuses the response as it is."""
+    """Algorithm 1: dLLM-Cache's schedule on the prompt tokens that the first pass has
+    retained. A pass that refreshes only the prompt reuses the response unchanged."""
     plan = plan_adaptive(spec, progress)
     plan.retained = average_budget(spec) + spec.layout.gen_length
     if plan.scope is Scope.PROMPT:
@@ -99,8 +100,8 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
 
 
 def average_budget(spec: DecodingSpec) -> int:
-    """Prompt tokens that a KV head of a layer retains, on average; the whole prompt
-    where nothing is evicted.
+    """Prompt tokens that a KV head of a layer retains on average; the whole prompt if
+    nothing is evicted.
     """
     options = MaskKVOptions.of(spec)
     average = int(spec.layout.prompt_length * options.retention_ratio)
@@ -108,8 +109,8 @@ def average_budget(spec: DecodingSpec) -> int:
 
 
 def measures_layers(spec: DecodingSpec) -> bool:
-    """Return True if a request's first forward pass measures the importance of layers
-    for its budgets.
+    """Return True if the first forward pass of a request measures the importance of
+    layers for its budgets.
     """
     return (
         MaskKVOptions.of(spec).layer_budget in MEASURED_IMPORTANCE
@@ -118,16 +119,17 @@ def measures_layers(spec: DecodingSpec) -> bool:
 
 
 def num_runs(spec: DecodingSpec, plan: StepPlan) -> int:
-    """A first pass that measures layers runs once more before it evicts."""
+    """Number of runs of a step: a first pass that measures layers runs twice."""
     return 2 if plan.forward == 0 and measures_layers(spec) else 1
 
 
 def hold_budget_and_features(
     spec: DecodingSpec, running: Blocks, geometry: PoolGeometry
 ) -> PageCounts:
-    """All layers share one table, since what each retains is known only after it has
-    voted. All of a layer's budget may fall to the heads of one rank, up to the whole
-    prompt; so the most is held where layers have equal budgets."""
+    """Pages of a request. All layers share one table, because the size of each part is
+    known only after the layer has voted. A layer's whole budget may go to the heads of
+    one rank, up to the whole prompt, so most pages are needed if layers have equal
+    budgets."""
     heads = geometry.num_kv_heads
     prompt = min(
         spec.layout.prompt_length * heads,

@@ -5,8 +5,8 @@ from dllm_engine.families import ModelFamily
 
 
 def _conventions(family: ModelFamily, delay_eos: bool) -> ModelFamily:
-    """ES-dLLM's authors compare their cache with the same sampler without one;
-    ``delay_eos`` asks for that.
+    """With ``delay_eos`` the sampler of ES-dLLM, whose authors compare their cache with
+    the same sampler without a cache.
     """
     return with_uniform_sampler(family) if delay_eos else family
 

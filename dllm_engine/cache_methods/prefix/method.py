@@ -1,4 +1,4 @@
-"""Fast-dLLM (arXiv 2505.22618), PrefixCache: what lies before the window is kept."""
+"""Fast-dLLM (arXiv 2505.22618), PrefixCache: everything before the window is kept."""
 
 from dllm_engine.cache_methods.base import (
     CacheMethod,
@@ -11,8 +11,8 @@ from dllm_engine.decoding.step_plan import StepPlan
 
 
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
-    """The first step of a window keeps what lies before it; the others compute the
-    window and all behind it.
+    """The first step of a window keeps everything before it. Other steps compute the
+    window and everything behind it.
     """
     window = progress.window(spec)
     start = window.start if progress.step else progress.num_shared

@@ -1,5 +1,5 @@
-"""Sparse-dLLM (arXiv 2508.02558): retain the tokens outside the window that its queries
-find important.
+"""Layer pass of Sparse-dLLM (arXiv 2508.02558): it retains the tokens outside the
+window that are important to the window's queries.
 """
 
 from collections import defaultdict
@@ -36,15 +36,17 @@ from dllm_engine.model_executor.transfer import on_device
 
 @dataclass(frozen=True)
 class RetainedPositions:
-    """Content of the pages of a request that is refreshed in parts."""
+    """State of a request that is refreshed in parts."""
 
     positions: Tensor
-    """Canvas positions in the order of the pages, ``[num_layers, num_retained]``."""
+    """Canvas positions of the tokens in pages, in order, ``[num_layers,
+    num_retained]``.
+    """
 
 
 class SparsePass(AddingPass):
-    """Bidirectional sparse caching; each layer retains its own set, shared by its
-    heads.
+    """Pass for bidirectional sparse caching. Each layer retains a different set of
+    tokens, which its heads share.
 
     Algorithm 4, lines 8 to 15 (Algorithm 5 for ``scope="prefix"``): mean query of the
     window against each candidate's key, mean over heads, max-pooling over the
@@ -53,7 +55,7 @@ class SparsePass(AddingPass):
 
     @classmethod
     def of(cls, batch: StepBatch, pages: PageMemory) -> LayerPass:
-        """A pass that chooses, if any request is to."""
+        """This pass if a request has to choose tokens, else a ``RetentionPass``."""
         if any(plan.state is RefreshState.UPDATE for plan in batch.plans):
             return cls(batch, pages)
         return RetentionPass(batch, pages, _reading(batch))
@@ -62,8 +64,8 @@ class SparsePass(AddingPass):
         self.options = SparseOptions.of(batch.canvases[0].spec)
         self.pages = pages
         self.first_shared: dict[int, int] = {}
-        """Tokens in shared pages among which a step chooses what is retained are numbered
-        behind the rows of the batch: number of the first one of each request.
+        """Index of the first shared candidate of each request. Candidates in shared
+        pages are numbered after the rows of the batch.
         """
         requests: list[int] = []
         positions: list[int] = []
@@ -91,17 +93,17 @@ class SparsePass(AddingPass):
         self.added_parts = [
             retention for i in self.updating for retention in batch.plans[i].adds
         ]
-        """What the plans of ``updating`` add, one behind the other."""
+        """All ``adds`` of the plans of ``updating``, in order."""
         self.chosen_alike: dict[tuple[int, int], list[int]] = defaultdict(list)
-        """Numbers of the parts of which some tokens are chosen, those of the same sizes
-        together, so that a layer chooses for them at once.
+        """Indices of the parts whose tokens have to be chosen, grouped by sizes, so
+        that a layer chooses for a group at once.
         """
         for number, part in enumerate(self.added_parts):
             if part.count < part.num_positions:
                 sizes = part.num_positions, part.count
                 self.chosen_alike[sizes].append(number)
         self.windows: list[Tensor] = []
-        """Rows of the window of each of ``updating``."""
+        """Window rows of each request of ``updating``."""
         for i in self.updating:
             plan = batch.plans[i]
             window_rows = np.arange(*plan.window) - plan.span.start + plan.num_anchored
@@ -133,8 +135,8 @@ class SparsePass(AddingPass):
     def __call__(
         self, layers: Iterable[DecoderLayer], hidden: Tensor, phases: RotaryPhases
     ) -> tuple[Tensor, Results]:
-        """The results are the rows that each layer retains, ``[num_layers, n]``, in the
-        order of ``updating``.
+        """Result: the rows that each layer retains, ``[num_layers, n]``, in the order
+        of ``updating``.
         """
         retained = self.named_rows.new_empty(self.slots.shape[:2])
 
@@ -152,7 +154,9 @@ class SparsePass(AddingPass):
     def take_read_tensors(
         self, index: int, results: Results, arrays: Sequence[np.ndarray]
     ) -> int | None:
-        """Remember what is retained where a later refresh renews a part of it."""
+        """Remember the retained positions if a later refresh renews only a part of
+        them.
+        """
         added = self.added(index)
         if added is not None and self.options.refresh != "all":
             positions = self.positions_of(results[0][:, added])
@@ -176,7 +180,9 @@ class SparsePass(AddingPass):
         return {"retained_positions": [sorted(layer) for layer in positions.tolist()]}
 
     def batch_rows(self, index: int, request_rows: np.ndarray) -> np.ndarray:
-        """Positions before the rows of a request are shared candidates."""
+        """Indices in the batch of rows of a request. Negative ``request_rows`` are
+        shared candidates.
+        """
         rows = super().batch_rows(index, request_rows)
         if index in self.first_shared:
             plan = self.batch.plans[index]
@@ -189,7 +195,7 @@ class SparsePass(AddingPass):
         return torch.cat((self.batch.positions, self.shared_positions))[rows]
 
     def _slots_in_order(self) -> Tensor:
-        """Slots of the rows that requests keep in order; −1 of the others."""
+        """Slots of the rows that requests keep in order; −1 for other rows."""
         batch = self.batch
         spans = [
             Span(0, 0) if plan.own is None else plan.own.keeps for plan in batch.plans
@@ -202,7 +208,7 @@ class SparsePass(AddingPass):
         return slots
 
     def _with_shared(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of the batch, and behind them those of shared candidates."""
+        """Keys and values of the batch, followed by those of shared candidates."""
         places = page_places(self.shared_slots[layer], self.pages.keys)
         return (
             torch.cat((k, self.pages.keys[places])),
@@ -210,12 +216,12 @@ class SparsePass(AddingPass):
         )
 
     def _retained_rows(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Batch rows that a layer adds to pages: of each request of ``updating``, as
-        many as ``plan.adds`` says, in its order. The same on every rank."""
+        """Batch rows that a layer adds to pages: as many as ``plan.adds`` asks for, for
+        each request of ``updating``, in order. The same on every rank."""
         scores = self._scores(layer, q, k, v)
         if scores.numel():
-            # Every rank scores with its own heads; all must retain the same tokens.
-            # Only the order counts, not the scale.
+            # Ranks score with different heads, but must retain the same tokens. Only
+            # the order counts, not the scale.
             scores = tensor_model_parallel_all_reduce(scores)
         sizes = [part.num_positions for part in self.added_parts]
         rows = [*self.named_rows.split(sizes)]
@@ -244,8 +250,8 @@ class SparsePass(AddingPass):
             self.updating, self.windows, self.named_rows.split(sizes), strict=True
         ):
             if options.scorer == "mean_query":
-                # The paper's: raw products, so that heads with large queries and keys
-                # count for more.
+                # The paper's score: raw products, so that heads with large queries and
+                # keys count more.
                 scores.append(mean_query_scores(q[window], k[candidates]))
                 continue
             rows = batch.rows(i)
@@ -262,5 +268,5 @@ class SparsePass(AddingPass):
 
 
 def _reading(batch: StepBatch) -> list[str]:
-    """The tables that each request reads."""
+    """Kind of the tables that each request reads."""
     return [PageKind.KV if plan.own is None else plan.own.reads for plan in batch.plans]

@@ -26,7 +26,7 @@ from dllm_engine.decoding.step_plan import (
 )
 
 RETAINED_PAGES = "retained"
-"""Kind of pages that hold what is retained, where prompts are shared."""
+"""Kind of pages that hold retained tokens if prompts are shared."""
 
 
 class SparseOptions(RefreshOptions, EvictingOptions):
@@ -84,8 +84,8 @@ class SparseOptions(RefreshOptions, EvictingOptions):
 
 @dataclass(frozen=True)
 class SharingStep:
-    """A step of an engine that shares prompts: pages keep the canvas before the window
-    in order, and beside it what is retained.
+    """The part of a step plan for engines that share prompts: pages keep the canvas
+    before the window in order, and the retained tokens in separate tables.
     """
 
     reads: str
@@ -95,15 +95,15 @@ class SharingStep:
 
 
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
-    """Algorithm 4: ``update_delay`` FULL steps, one UPDATE that evicts, then the window
-    alone.
+    """Algorithm 4: ``update_delay`` FULL steps, one UPDATE that evicts, then steps over
+    the window.
     """
     update_delay = SparseOptions.of(spec).update_delay
     plan = refresh_then_reuse(spec, progress, update_delay, retain)
     if spec.num_sharable is None:
         return plan
-    # Behind a shared beginning of the prompt, whose tokens are candidates for retention
-    # like all others.
+    # The step begins after a shared beginning of the prompt, whose tokens are
+    # candidates for retention like all others.
     start = progress.num_shared
     reads = RETAINED_PAGES
     keeps = Span(start, start)
@@ -124,9 +124,9 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
 def retain(
     spec: DecodingSpec, window: Span, _: int = 0
 ) -> tuple[Retention, list[Retention]]:
-    """The retention ratio of all candidates, rounded down; with ``scope="prefix"`` what
-    lies behind the window is retained whole. The part that only whole refreshes renew
-    has its share, rounded down as well."""
+    """Retained positions: the retention ratio of all candidates, rounded down. With
+    ``scope="prefix"`` everything behind the window is retained. The part that only
+    whole refreshes renew gets its share, rounded down as well."""
     options, (old, new) = SparseOptions.of(spec), split(spec, window, num_shared=0)
     candidates, behind = (new[:1], new[1:]) if options.scope == "prefix" else (new, ())
     num_candidates = old.size + sum(span.size for span in candidates)
@@ -145,13 +145,15 @@ def num_retained(spec: DecodingSpec, running: Blocks) -> int:
 
 
 def hold(spec: DecodingSpec, running: Blocks, geometry: PoolGeometry) -> PageCounts:
-    """Retained tokens; if prompts are shared, all tokens before the window as well."""
+    """Pages for retained tokens, and if prompts are shared for all tokens before the
+    window.
+    """
     retained = num_retained(spec, running)
     if spec.num_sharable is None:
         return geometry.uniform(retained)
     start = spec.layout.span_of(running).start
-    # Together as many as tokens that are side by side may touch, which never falls from
-    # window to window: more is reserved for no window than for the last.
+    # The total is that of tokens side by side. It never falls from window to window, so
+    # the last window needs the largest reservation.
     together = geometry.kv_pages(start + retained) + 1
     beside = [together - geometry.kv_pages(start)] * geometry.num_layers
     return geometry.uniform(start) | {RETAINED_PAGES: beside}
