@@ -1,7 +1,7 @@
 """dllm-engine: diffusion language models served inside vLLM.
 
 ``LLM``, ``DiffusionParams`` and ``Questions`` are the Python API; importing the package
-itself is cheap, they load vLLM when used.
+itself is cheap, because they load vLLM only when they are used.
 """
 
 from importlib import import_module
@@ -29,5 +29,5 @@ def __getattr__(name: str) -> Any:
     from dllm_engine.vllm_hooks.release import check_release
 
     silence_alarms()
-    check_release()  # what they import need not be there in another release
+    check_release()  # another release of vLLM may lack what they import
     return getattr(import_module(modules[name]), name)

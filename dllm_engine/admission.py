@@ -1,5 +1,5 @@
 """Checks of a request before it enters the engine. A request that fails is answered
-with 400 and loses nothing.
+with status 400.
 """
 
 import math
@@ -38,7 +38,7 @@ from dllm_engine.request_options.sampling_params import (
 from dllm_engine.structured_output.requests import constrained
 from dllm_engine.text import shortened
 
-# Fields of SamplingParams that are refused, each with the value that asks for nothing.
+# Fields of SamplingParams that are refused, each with the value that has no effect.
 _UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "prompt_logprobs": (None, "log-probabilities of the prompt are"),
     "logprob_token_ids": (None, "log-probabilities of chosen tokens are"),
@@ -65,8 +65,9 @@ def admitted(
     tokenizer: Any,
     vllm_config: Any,
 ) -> SamplingParams:
-    """A request's parameters as the engine takes them; raises ``InvalidRequestError``
-    naming the setting, its value and what to do, if it cannot be served.
+    """A request's parameters in the form that the engine takes. Raises
+    ``InvalidRequestError`` naming the setting, its value and what to do, if the request
+    cannot be served.
     """
     _check_types(params)
     if isinstance(params, DiffusionParams):
@@ -81,7 +82,7 @@ def admitted(
 
 def _check_types(params: SamplingParams) -> None:
     """Refuse a field of another type than vLLM declares, or a number that cannot be
-    sent; in Python vLLM does not.
+    sent. In Python, vLLM does not check this.
     """
     for name in SamplingParams.__struct_fields__:
         value = getattr(params, name)
@@ -136,7 +137,7 @@ def _check_request(
     prompt_length = len(prompt_token_ids)
     gen_length = params.max_tokens
     if gen_length is not None and prompt_length + gen_length > max_model_len:
-        # Before anything is made for each token of the response.
+        # Check this before anything is allocated for each token of the response.
         raise _too_long(
             prompt_length, gen_length, prompt_length + gen_length, max_model_len
         )
@@ -148,7 +149,8 @@ def _check_request(
     longest = hf_config.family.longest_canvas(max_model_len)
     if layout.response_span.stop > max_model_len or layout.canvas_length > longest:
         shorten = "shorten one"
-        if layout.response_span.stop <= max_model_len:  # but for its last block's end
+        # Only the end of its last block exceeds the limit.
+        if layout.response_span.stop <= max_model_len:
             shorten = f"lower block_length={layout.block_length}"
         raise _too_long(
             prompt_length,
@@ -176,7 +178,7 @@ def _check_request(
         engine,
         vllm_config.scheduler_config.max_num_batched_tokens,
         geometry,
-        # One block is vLLM's null block. The number is None until the engine has
+        # One page is vLLM's null block. The number is None until the engine has
         # reported it.
         None if num_blocks is None else num_blocks - 1,
     )
@@ -185,7 +187,7 @@ def _check_request(
 def open_length_rule(
     extra_args: Mapping[str, Any], engine: EngineOptions, *, ignore_eos: bool
 ) -> LengthRule | None:
-    """Rule that chooses the length of a response; None if a request states its length,
+    """Rule that chooses the length of a response; None if a request states its length
     or is a decision.
     """
     if DECISION in extra_args:
@@ -209,8 +211,8 @@ def _check_length_chosen(params: SamplingParams, engine: EngineOptions) -> None:
 
 
 def check_tokens(tokens: list[int], hf_config: Any, name: str = "the prompt") -> None:
-    """Raise ``InvalidRequestError`` if a prompt has no tokens, or one that no text has.
-    ``name``: what the error calls the prompt.
+    """Raise ``InvalidRequestError`` if a prompt is empty, or has a token that no text
+    has. ``name``: name of the prompt in the error.
     """
     if not tokens:
         raise InvalidRequestError(f"{name} is empty; give at least one token")
@@ -293,7 +295,7 @@ def _check_constraint(spec: DecodingSpec, min_tokens: int, max_search: int) -> N
     positions = layout.gen_length
     shorten = "gen_length (max_tokens)"
     if not layout.template and ends and spec.schedule.block_add_threshold is None:
-        # Elsewhere what the text may be behind a block depends on all that is given
+        # Otherwise the texts that are possible behind a block depend on given tokens
         # there, or on the length.
         positions = min(layout.block_length, positions)
         shorten = f"block_length={layout.block_length}"
@@ -354,10 +356,10 @@ def resolved_params(
     tokenizer: Any,
     vllm_config: Any,
 ) -> SamplingParams:
-    """The parameters with a length (a template's, the model's or what fits), and an
-    automaton for what the text must match."""
+    """The parameters with a length (the template's, the model's default or what fits),
+    and with an automaton for the text."""
     model_config = vllm_config.model_config
-    # At least 1, so that the check of the request explains.
+    # At least 1, so that the check of the request explains the error.
     room = max(model_config.max_model_len - len(prompt_token_ids), 1)
     length = _named_length(params)
     if length is None and params.structured_outputs is None:
@@ -374,8 +376,8 @@ def resolved_params(
 
 
 def _named_length(params: SamplingParams) -> int | None:
-    """Length of the response that the request states, at most its template's; None if
-    it states none.
+    """Length of the response in the request, at most that of its template; None if it
+    states none.
     """
     length = params.max_tokens
     named = None if length is None or isinstance(length, DefaultLength) else int(length)
@@ -386,9 +388,9 @@ def _named_length(params: SamplingParams) -> int | None:
 
 
 def _default_length(params: SamplingParams, model_config: Any) -> int:
-    """Tokens of a response whose request names no length: the model's default. Or twice
-    the shortest text that ``structured_outputs`` accepts where that is more, so that
-    there is room to say something, unless the server has a limit."""
+    """Tokens of a response whose request names no length: the model's default, or twice
+    the shortest text that ``structured_outputs`` accepts if this is more, so that there
+    is room for content, unless the server has a limit."""
     default = int(model_config.override_generation_config["max_new_tokens"])
     if model_config.dllm_response_limit is not None:
         return default
@@ -396,7 +398,9 @@ def _default_length(params: SamplingParams, model_config: Any) -> int:
 
 
 def shortest_text(params: SamplingParams, hf_config: Any) -> int:
-    """Tokens of the shortest text that a request's automaton accepts; 0 without one."""
+    """Tokens of the shortest text that a request's automaton accepts; 0 without an
+    automaton.
+    """
     automaton = bytes_in(params, CONSTRAINT)
     if automaton is None:
         return 0

@@ -1,10 +1,10 @@
-"""A batch run: a file of requests answered into a file of records, which an interrupted
-run resumes.
+"""Batch runs: a file of requests is answered into a file of records. An interrupted run
+can be resumed.
 
-An input line is a request, an output line is its record; its ``index`` is the number of
-the input line, from 0. A record is appended and synced to disk as soon as its request
-has finished. It has digests of its input and settings, so that a run never resumes an
-output of another input or other settings.
+An input line is a request, and an output line is a record; its ``index`` is the number
+of the input line, from 0. A record is appended and synced to disk as soon as its
+request has finished. It has digests of its input and settings, so that a run never
+resumes the output of another input or other settings.
 """
 
 import hashlib
@@ -37,14 +37,16 @@ if TYPE_CHECKING:
 
 @with_config(ConfigDict(extra="allow", strict=True))
 class Message(TypedDict):
-    """A message of a conversation; a chat template may read further keys."""
+    """A message of a conversation. A chat template may read more keys."""
 
     role: str
     content: str
 
 
 def prompt_tokens(prompt: str | list[Message], tokenizer: Any) -> list[int]:
-    """A prompt by the tokenizer's chat template; without a template, a text as it is."""
+    """Tokens of a prompt by the tokenizer's chat template; without a template, of the
+    plain text.
+    """
     if isinstance(prompt, str):
         if not getattr(tokenizer, "chat_template", None):
             return list(tokenizer.encode(prompt))
@@ -85,8 +87,8 @@ class InputLine:
 
 
 Answer = tuple[InputLine, dict[str, Any]]
-"""A line, and the fields of its record that do not follow from it: the request's id and
-how it ended.
+"""A line, and the fields of its record that come from the answer: the request's id and
+its result.
 """
 
 
@@ -95,12 +97,14 @@ def _digest(data: bytes) -> str:
 
 
 def settings_digest(settings: Any) -> str:
-    """Identifies the settings, of a JSON type, that a response depends on."""
+    """Digest of the settings (JSON values) that a response depends on."""
     return _digest(json.dumps(settings, sort_keys=True).encode())
 
 
 def read_input(path: Path) -> list[InputLine]:
-    """The lines of a file, not parsed yet: a bad one must not stop the others."""
+    """The lines of a file. They are not parsed yet, because a bad line must not stop
+    the others.
+    """
     lines = path.read_bytes().split(b"\n")
     return [
         InputLine(index, line.strip())
@@ -113,8 +117,8 @@ def answer_lines(
     llm: "LLM", lines: Sequence[InputLine], params: "DiffusionParams", *, use_chat: bool
 ) -> Iterator[list[Answer]]:
     """Answer lines, and yield the lines that each step has finished. A line that cannot
-    be served gets an error. The engine has twice as many requests as it can run at
-    once, so that its steps are full and memory stays bounded.
+    be served gets an error. The engine holds twice as many requests as it can run at
+    once, so that steps are full and memory is limited.
     """
     from vllm.exceptions import VLLMClientError
 
@@ -132,8 +136,8 @@ def answer_lines(
                 line_params = params.clone()
                 if (
                     line_params.seed is not None
-                    # Equal prompts get different responses, and a resumed run the same
-                    # ones.
+                    # Equal prompts get different responses, and a resumed run makes the
+                    # same responses.
                 ):
                     line_params.seed += line.index
                 running[_enqueue(llm, request, line_params, use_chat=use_chat)] = (
@@ -152,7 +156,7 @@ def answer_lines(
 def _enqueue(
     llm: "LLM", request: BatchRequest, params: "DiffusionParams", *, use_chat: bool
 ) -> str:
-    """Add a request to the engine; returns the id that its outputs will have."""
+    """Add a request to the engine; returns the request id of its outputs."""
     if use_chat:
         messages = request.messages or [
             Message(role="user", content=request.prompt or "")
@@ -165,12 +169,12 @@ def _enqueue(
             "'messages' need the tokenizer's chat template: the model has none, or "
             "--raw is set"
         )
-    # vLLM returns "<number>-<random>" and reports the number.
+    # vLLM returns "<number>-<random>", but outputs have the number.
     return str(internal_id).split("-")[0]
 
 
 def outcome(completion: Any) -> dict[str, Any]:
-    """The fields of a record that say how its request ended: text and figures, or an
+    """The fields of a record with the result of its request: text and figures, or an
     ``error``.
     """
     if completion.finish_reason not in ("stop", "length"):
@@ -185,7 +189,7 @@ def outcome(completion: Any) -> dict[str, Any]:
 
 
 class _Record(BaseModel):
-    """An output line, as far as a run is resumed by it."""
+    """The fields of an output line that a resumed run reads."""
 
     model_config = ConfigDict(strict=True)
 
@@ -196,9 +200,9 @@ class _Record(BaseModel):
 
 
 class ResultFile(AbstractContextManager["ResultFile"]):
-    """The output of a run, which resumes an earlier one; pipes and devices can be
-    written but not resumed. Raises ``OSError`` for a file that cannot be written, and
-    ``ValueError`` for one that another run is writing or that holds anything but
+    """The output of a run, which may resume an earlier run. Pipes and devices can be
+    written, but not resumed. Raises ``OSError`` for a file that cannot be written, and
+    ``ValueError`` for a file that another run is writing, or that holds anything but
     records of the same input and settings."""
 
     def __init__(self, path: Path, lines: Sequence[InputLine], settings: str) -> None:

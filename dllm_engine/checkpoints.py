@@ -1,7 +1,7 @@
-"""The config that a model's checkpoint states, and what is checked of a model before
-vLLM starts an engine.
+"""The config of a model's checkpoint, and checks of a model before vLLM starts an
+engine.
 
-A mistake then ends in one sentence and not in vLLM's traceback.
+So a mistake ends in one sentence instead of vLLM's traceback.
 """
 
 import os
@@ -21,13 +21,13 @@ SHAPES = {
     for family in FAMILIES.values()
     for name, shape in family.shapes.items()
 }
-"""By name: the family, and the shape. A model of the name has these sizes and random
-weights, and measures as a real one does."""
+"""Family and shape by name. A model with this name has these sizes and random weights,
+and the same speed as a real one."""
 
 
 def _released(family: ModelFamily, shape: Shape) -> dict[str, Any]:
-    """Config of a released checkpoint: the defaults of its family's keys, with those of
-    its shape.
+    """Config of a released checkpoint: the defaults of its family, with the keys of its
+    shape.
     """
     keys = SCHEMAS[family.architecture](torch_dtype="bfloat16", **shape.sizes)
     stated = {"model_type": family.model_type, "architectures": [family.architecture]}
@@ -59,13 +59,15 @@ _SCALED = (
 
 
 def is_named_shape(model: str) -> bool:
-    """True for the name of a shape, or of one scaled down such as ``llada-8b/4``."""
+    """Return True for the name of a shape, or of a scaled-down shape such as
+    ``llada-8b/4``.
+    """
     return model.partition("/")[0] in SHAPES
 
 
 def named_shape(name: str) -> dict[str, Any]:
-    """The config of a named shape; raises ``ValueError`` if it is unknown, or its heads
-    cannot be divided so. In ``llada-8b/4`` heads keep their size, and experts become
+    """The config of a named shape. Raises ``ValueError`` if it is unknown, or if its
+    heads cannot be divided. In ``llada-8b/4`` heads keep their size, and experts become
     smaller, not fewer."""
     base, slash, divisor = name.partition("/")
     if base not in SHAPES:
@@ -83,7 +85,8 @@ def named_shape(name: str) -> dict[str, Any]:
         )
     for key in config.keys() & _SCALED:
         config[key] = max(1, config[key] // int(divisor or 1))
-    # The last tokens of the vocabulary, so that prompts can be drawn from all others.
+    # Special tokens are the last of the vocabulary, so that prompts can be drawn from
+    # all others.
     config["mask_token_id"], config["eos_token_id"] = (
         config["vocab_size"] - 1,
         config["vocab_size"] - 2,
@@ -92,9 +95,9 @@ def named_shape(name: str) -> dict[str, Any]:
 
 
 def load_config(model: str) -> PlainConfig:
-    """A model's config: of its folder, a named shape, known by its name, or of Hugging
-    Face, which is asked for config.json alone. Raises ``ValueError`` naming the model,
-    or the key that is not supported."""
+    """A model's config: from its folder, from a named shape, by the name of a released
+    checkpoint, or from Hugging Face, from where only config.json is downloaded. Raises
+    ``ValueError`` naming the model, or the key that is not supported."""
     if is_named_shape(model):
         return PlainConfig(named_shape(model), model)
     if model in RELEASED_CONFIGS:
@@ -105,8 +108,8 @@ def load_config(model: str) -> PlainConfig:
 
 
 def check_start(model: str, arguments: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` naming a folder, or a file and its key, if ``model`` is none
-    of ours; ``arguments``: those of ``vllm.LLM`` that the caller gave."""
+    """Raise ``ValueError`` naming a folder, or a file and its key, if ``model`` cannot
+    be served. ``arguments``: the caller's arguments of ``vllm.LLM``."""
     check_folder(model)
     overrides = arguments.get("hf_overrides") or {}
     if (
@@ -114,8 +117,8 @@ def check_start(model: str, arguments: Mapping[str, Any]) -> None:
         or not isinstance(overrides, dict)
         or os.environ.get("VLLM_USE_MODELSCOPE", "0") not in ("", "0")
     ):
-        return  # checked by engine_config, once vLLM has made the config
-    # Imports transformers, which takes seconds.
+        return  # engine_config checks it once vLLM has made the config
+    # Imported here, because transformers takes seconds.
     from dllm_engine.model_executor.models.configs import parse_config
 
     source = arguments.get("hf_config_path") or model_path(model)
@@ -136,8 +139,8 @@ def check_named_files(options: EngineOptions) -> None:
 
 
 def check_folder(model: str) -> None:
-    """Raise ``ValueError`` if ``model`` names a folder that does not exist, or whose
-    files are not what they seem.
+    """Raise ``ValueError`` if ``model`` is a folder that does not exist, or that has
+    damaged files.
     """
     check_files(model)
     if model.startswith((".", "/", "~")) and not Path(model).is_dir():

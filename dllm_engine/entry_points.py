@@ -1,5 +1,5 @@
-"""Entry points: how installed packages add cache methods and unmasking rules. Our own
-come in the same way.
+"""Entry points, by which installed packages add cache methods and unmasking rules. This
+package adds its own in the same way.
 """
 
 import importlib.metadata
@@ -15,8 +15,9 @@ Member = TypeVar("Member")
 
 
 class PluginError(Exception):
-    """An entry point that cannot be used. The message names its package, and says what
-    to do. No ``ValueError``, which pydantic would take for one of an option.
+    """Error about an entry point that cannot be used. The message names its package,
+    and says what to do. Not a ``ValueError``, because pydantic would report it as an
+    error of an option.
     """
 
 
@@ -26,11 +27,13 @@ def _package(entry: EntryPoint) -> str:
 
 class EntryPointGroup(Mapping[str, Member], Generic[Member]):
     """Members of a group of entry points by name, in alphabetical order. All are
-    imported at the first use, so that a broken one is told at the start.
+    imported at the first use, so that a broken member is reported at the start.
     """
 
     def __init__(self, group: str, kind: type[Member], reserved: Sequence[str]) -> None:
-        """``reserved``: names that mean something else where a member is named."""
+        """``reserved``: names that members must not have, because they have another
+        meaning in options.
+        """
         self.group = group
         self._kind = kind
         self._reserved = reserved
@@ -50,7 +53,7 @@ class EntryPointGroup(Mapping[str, Member], Generic[Member]):
 
     @property
     def own(self) -> list[str]:
-        """Names of the members of this package."""
+        """Names of the members that this package defines."""
         return [name for name in self if self.package(name) == OWN_PACKAGE]
 
     def function(self, name: str, target: str) -> Callable[..., Any]:
@@ -63,7 +66,7 @@ class EntryPointGroup(Mapping[str, Member], Generic[Member]):
         return function
 
     def error(self, name: str, fault: str) -> PluginError:
-        """The error of a member with a fault."""
+        """The error about a faulty member."""
         entry = self._entries[name]
         remedy = "mend that package, or uninstall it"
         if _package(entry) == OWN_PACKAGE:

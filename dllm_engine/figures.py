@@ -1,5 +1,5 @@
-"""Figures of a request: the scheduler sends them
-(``dllm_engine/decoding/messages.py``), and ``vllm_hooks`` hands them on, as
+"""Figures of a request. The scheduler sends them
+(``dllm_engine/decoding/messages.py``), and ``vllm_hooks`` passes them on as
 ``RequestOutput.outputs[i].diffusion`` and to HTTP clients.
 """
 
@@ -20,9 +20,7 @@ OPTIONAL = (
 
 
 def _traced(name: str) -> property:
-    """A part of the trace as an attribute; raises ``ValueError`` where nothing was
-    traced.
-    """
+    """Property for a part of the trace. It raises ``ValueError`` if nothing was traced."""
 
     def read(figures: "DiffusionFigures") -> list:
         if not figures.trace:
@@ -44,11 +42,11 @@ class DiffusionFigures:
     tokens_computed: int
     """Rows fed to the model, summed over forward passes."""
     tokens_edited: int = 0
-    """Decided tokens that steps replaced, as often as they did (``edit_threshold``)."""
+    """Number of replacements of decided tokens (``edit_threshold``)."""
     length_passes: int = 0
-    """Forward passes before these, which chose the length (``auto_length``)."""
+    """Forward passes that chose the length, before the others (``auto_length``)."""
     length_rows: int = 0
-    """Rows fed to the model in those passes."""
+    """Rows fed to the model in the passes that chose the length."""
     pages_held: int = 0
     """The most pages held at once, over all layers and kinds of page."""
     tokens_retained: int = 0
@@ -78,7 +76,7 @@ class DiffusionFigures:
     ``distribution``.
     """
     error: str | None = None
-    """Why the request ended with ``finish_reason="error"``; None where it did not."""
+    """Why the request ended with ``finish_reason="error"``; None without an error."""
 
     @property
     def tokens_per_forward(self) -> float:
@@ -88,7 +86,7 @@ class DiffusionFigures:
 
     @property
     def order(self) -> list[list[int]]:
-        """Per forward pass, the indices into the returned tokens that it committed."""
+        """Per forward pass, the indices of the returned tokens that it committed."""
         numbers = range(1, max(self.committed_at, default=0) + 1)
         return [
             [i for i, number in enumerate(self.committed_at) if number == each]
@@ -104,9 +102,7 @@ class DiffusionFigures:
     selected_positions = _traced("selected_positions")
 
     def to_json(self) -> dict[str, Any]:
-        """The HTTP form; what was not asked for, and an error that did not happen, is
-        left out.
-        """
+        """The HTTP form. Fields of ``OPTIONAL`` are left out if they are empty."""
         data = asdict(self) | {"tokens_per_forward": self.tokens_per_forward}
         return {
             name: value for name, value in data.items() if name not in OPTIONAL or value
@@ -114,7 +110,7 @@ class DiffusionFigures:
 
 
 class ErrorReason(str):
-    """The ``finish_reason`` "error", which also says why."""
+    """The ``finish_reason`` "error", with an explanation."""
 
     explanation: str
 

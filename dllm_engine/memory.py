@@ -1,6 +1,7 @@
-"""Memory of weights, activations and pages, and the requests that fit a GPU, from a
-model's config alone. Bytes of weights (but for unknown quantization) and pages are
-exact; activations are an estimate, which vLLM replaces by a measurement at start."""
+"""Memory of weights, activations and pages, and the number of requests that fit a GPU,
+computed from a model's config. Bytes of weights (unless the quantization is unknown)
+and pages are exact. Activations are an estimate, which vLLM replaces by a measurement
+at start."""
 
 import re
 from dataclasses import dataclass, replace
@@ -59,9 +60,7 @@ class Deployment(BaseModel):
     model: str
     options: EngineOptions
     gpu_memory: ByteSize | None = None
-    """Memory of one GPU, such as 80GiB. None: there is no GPU, and what a CPU needs is
-    computed.
-    """
+    """Memory of one GPU, such as 80GiB. None: compute the needs of a CPU."""
     prompt: Positive = 1024
     """Tokens of a prompt."""
     response: Positive = 256
@@ -69,13 +68,13 @@ class Deployment(BaseModel):
     block_length: Positive | None = None
     """Tokens denoised together. None: the checkpoint's default, else the family's."""
     quantization: Literal["fp8", "int8", "int4", "gptq", "awq"] | None = None
-    """Weights of a copy that is not here yet, 4 bits in groups of 128. None: as the
-    checkpoint states.
+    """Weights of a quantized copy that does not exist yet; 4 bits in groups of 128.
+    None: as in the checkpoint.
     """
     dtype: str = "auto"
     tensor_parallel_size: Positive = 1
     max_model_len: Positive | None = None
-    """None: the length of prompt and response."""
+    """None: the length of prompt and response together."""
     max_num_seqs: Positive = 256
     """The most requests at once."""
     max_num_batched_tokens: Positive = 8192
@@ -111,23 +110,23 @@ class RequestDemand:
     cache_method: str
     cache_options: dict[str, Any]
     tokens_retained: int = 0
-    """The most per layer, of the canvas."""
+    """The most retained canvas tokens per layer."""
     pages: int = 0
-    """The most that it holds: over all layers, on each GPU."""
+    """The most pages that it holds: over all layers, on each GPU."""
     bytes: int = 0
     rows_per_step: float = 0.0
-    """Positions computed per denoising step: the mean over the response, at a token per
-    step.
-    """
+    """Mean number of positions computed per denoising step, at one token per step."""
     requests: int = 0
-    """The most that run at once."""
+    """The most requests that run at once."""
     limit: str = ""
-    """The reason why no more run; for 0 requests, why the engine would serve none."""
+    """The reason why no more requests run at once; for 0 requests, why the engine would
+    serve none.
+    """
 
 
 class Sizing(Deployment):
-    """A deployment with its open settings filled in, and what it takes. Everything is
-    per GPU, or per process of a CPU.
+    """A deployment with its open settings filled in, and the memory that it needs. All
+    numbers are per GPU, or per process of a CPU.
     """
 
     overhead: ByteSize
@@ -140,9 +139,9 @@ class Sizing(Deployment):
     num_pages: int
     """Pages for requests."""
     demand: RequestDemand
-    """Under the cache method of the options."""
+    """Demand under the cache method of the options."""
     others: list[RequestDemand]
-    """Under the other cache methods of the model, with their papers' options."""
+    """Demand under the other cache methods of the model, with their papers' options."""
     notes: list[str]
 
     @property
@@ -158,7 +157,7 @@ class Sizing(Deployment):
 
 
 def plan(d: Deployment) -> Sizing:
-    """Compute what fits; raises ``ValueError`` if no request does, or if a setting does
+    """Compute what fits. Raises ``ValueError`` if no request fits, or if a setting does
     not suit the model.
     """
     config = load_config(d.model)
@@ -180,7 +179,7 @@ def plan(d: Deployment) -> Sizing:
         family.longest_canvas(longest if options.method.shortened is None else 1),
     )
     stated = str(getattr(config, "dtype", None)).removeprefix("torch.")
-    # As vLLM chooses: the checkpoint's type, and bfloat16 where that is float32.
+    # vLLM's choice: the checkpoint's type, or bfloat16 instead of float32.
     default = stated if stated in ("bfloat16", "float16") else "bfloat16"
     dtype, dtype_bytes = _DTYPES[default if d.dtype == "auto" else d.dtype]
     on_gpu = d.gpu_memory is not None
@@ -231,7 +230,7 @@ def plan(d: Deployment) -> Sizing:
         try:
             other = EngineOptions.parse(raw).with_paper_settings(d.model, family)
             others.append(demand_of(other))
-        # A page_size that does not suit this method, or a guide.
+        # The page_size does not suit this method, or a guide.
         except ValueError as error:
             others.append(RequestDemand(method, {}, limit=str(error)))
     notes = []
@@ -267,8 +266,8 @@ def request_demand(
     room: int,
     options: EngineOptions,
 ) -> RequestDemand:
-    """A request of a deployment under ``options``; ``room``: bytes for pages
-    and for what a pass holds.
+    """A request of a deployment under ``options``. ``room``: bytes for pages, and for
+    what a pass holds.
     """
     assert d.max_model_len is not None
     method = options.method
@@ -322,8 +321,8 @@ def request_demand(
 
 
 def planned_params(gen_length: int, options: dict[str, Any]) -> Any:
-    """Parameters of a planned request, which leaves everything but lengths open; like
-    vLLM's, which take seconds to import.
+    """Parameters of a planned request, which states only lengths. They stand for vLLM's
+    class, which takes seconds to import.
     """
     return SimpleNamespace(
         max_tokens=gen_length,
@@ -349,8 +348,8 @@ def canvas_limit(
     block_length: int | None,
     max_model_len: int | None,
 ) -> int:
-    """``max_model_len``, by default the canvas of a request of these lengths; raises
-    ``ValueError`` if out of range.
+    """``max_model_len``, by default the canvas of a request with these lengths. Raises
+    ``ValueError`` if it is out of range.
     """
     canvas = prompt + response
     max_positions = config.longest_sequence
@@ -375,8 +374,8 @@ def canvas_limit(
 
 
 def _with_guide(options: EngineOptions, model: str) -> tuple[EngineOptions, list[Any]]:
-    """The options with the guide's sizes, and the guide's config; an empty list without
-    a guide.
+    """The options with the guide's sizes, and a list with the guide's config; empty
+    without a guide.
     """
     if options.guide_model is None:
         return options, []
@@ -409,7 +408,7 @@ def _with_guide(options: EngineOptions, model: str) -> tuple[EngineOptions, list
 
 
 def pages_of_pool(pool_bytes: int, page_bytes: int) -> int:
-    """Pages for requests: vLLM keeps one as its null block."""
+    """Pages for requests: all but one, which is vLLM's null block."""
     return max(pool_bytes // page_bytes - 1, 0)
 
 
@@ -419,8 +418,8 @@ def weight_bytes(
     dtype_bytes: int,
     quantization: Quantization | None = None,
 ) -> int:
-    """Bytes of the weights on one tensor-parallel rank; without ``quantization``, as
-    the config states it.
+    """Bytes of the weights on one tensor-parallel rank. ``quantization`` None: as in
+    the config.
     """
     tp = tensor_parallel_size
     hidden = config.hidden_size
@@ -465,8 +464,8 @@ def draft_adapter_bytes(
     tensor_parallel_size: int,
     dtype_bytes: int,
 ) -> int:
-    """Bytes on one rank of the adapter that drafts are computed with: all of what
-    follows the sum over ranks, and a share of what is before it.
+    """Bytes of the drafts' adapter on one rank: a share of the matrix before the sum
+    over ranks, and all of the matrix after it.
     """
     if options.draft_lora is None:
         return 0
@@ -492,9 +491,9 @@ def activation_bytes(
     *,
     on_gpu: bool = True,
 ) -> int:
-    """Estimate of what a forward pass over ``rows`` holds at most: the larger of a
-    layer's two halves, counted tensor by tensor (the fused projections, RoPE in
-    float32), or a chunk of logits that are filtered, which every rank gathers whole."""
+    """Estimate of the most memory that a forward pass over ``rows`` holds: the larger
+    half of a layer, counted tensor by tensor (the fused projections, RoPE in float32),
+    or a chunk of filtered logits, which every rank gathers."""
     tp = tensor_parallel_size
     hidden = config.hidden_size
     q, kv = _head_widths(config, tp)
@@ -507,8 +506,7 @@ def activation_bytes(
         else 0
     )
     if experts is not None:
-        # As vLLM's Triton kernels hold it: each of a row's experts has an output of its
-        # own.
+        # As in vLLM's Triton kernels: each expert of a row has a separate output.
         width = experts.intermediate_size // tp
         shared = experts.shared_intermediate_size // tp
         numbers = max(
@@ -525,8 +523,8 @@ def activation_bytes(
 
 
 def _head_widths(config: Any, tensor_parallel_size: int) -> tuple[int, int]:
-    """Numbers of a row's queries on one rank, and of its keys; with more ranks than KV
-    heads each is on several.
+    """Length of a row's queries on one rank, and of its keys. With more ranks than KV
+    heads, each KV head is on several ranks.
     """
     heads = config.num_attention_heads // tensor_parallel_size
     kv_heads = max(1, config.num_key_value_heads // tensor_parallel_size)

@@ -1,4 +1,4 @@
-"""A model's own name, which may tell what its config.json does not: a base model, or
+"""A model's own name. It may state facts that its config.json lacks: a base model, or
 the length of its blocks.
 """
 
@@ -6,16 +6,16 @@ import os
 import re
 
 _SNAPSHOT = re.compile(r"(?:^|/)models--(?:[^/]+?--)?([^/]+)/snapshots/[^/]+")
-"""A snapshot in the Hub's cache, which has a hash for a name:
+"""Path of a snapshot in the Hub's cache, whose folder is named by a hash:
 ``models--ORG--NAME/snapshots/HASH``.
 """
 
 
 def own_name(model: str) -> str:
-    """The name of a model without what it belongs to or lies in: ``Model-8B-Instruct``.
+    """The name of a model without organization or folder: ``Model-8B-Instruct``.
 
-    Of a path it is the last component, of a name on the Hub the part behind the
-    organization, and of a snapshot in the Hub's cache that of its repository. The
+    For a path it is the last component, for a name on the Hub the part after the
+    organization, and for a snapshot in the Hub's cache the name of the repository. The
     folders above a model say nothing about it.
     """
     path = os.path.abspath(os.path.expanduser(model))
@@ -26,8 +26,8 @@ def own_name(model: str) -> str:
 
 
 def has_word(name: str, word: str) -> bool:
-    """Return True if a name has a word, in any case: ``Model-8B-Base`` has ``base``,
-    and ``database`` has not.
+    """Return True if a name contains a word, in upper or lower case: ``Model-8B-Base``
+    contains ``base``, but ``database`` does not.
     """
     return (
         re.search(rf"(?<![a-z0-9]){re.escape(word)}(?![a-z0-9])", name, re.IGNORECASE)

@@ -1,5 +1,5 @@
-"""Engine options: what ``LLM(cache_method=…, cache_options=…, trace=…)`` and
-``--additional-config`` accept.
+"""Engine options: arguments of ``LLM(cache_method=…, cache_options=…, trace=…)``, and
+keys in ``--additional-config``.
 """
 
 from dataclasses import replace
@@ -30,8 +30,8 @@ checkpoint's config.json.
 
 
 def checkpoint_section(hf_config: object) -> dict[str, Any]:
-    """Section of a checkpoint's config.json for this package; raises ``ValueError`` if
-    it is no object.
+    """Section of a checkpoint's config.json for this package. Raises ``ValueError`` if
+    it is not an object.
     """
     section = getattr(hf_config, OPTIONS_KEY, None)
     if section is not None and not isinstance(section, dict):
@@ -44,13 +44,15 @@ def checkpoint_section(hf_config: object) -> dict[str, Any]:
 
 GUIDE_SETTINGS = ("guide_model", "guide_tokens_per_token")
 AUTO = "auto"
-"""As ``cache_method``: what suits the model."""
+"""Value of ``cache_method``: choose by the model."""
 PAPER = "paper"
-"""As ``cache_options``: the settings of the method's paper, which are the defaults."""
+"""Value of ``cache_options``: the settings of the method's paper, which are the
+defaults.
+"""
 
 
 class EngineOptions(BaseModel):
-    """Options of one engine, the same in every process of it."""
+    """Options of an engine. They are the same in all of its processes."""
 
     model_config = Options.model_config
 
@@ -134,9 +136,9 @@ class EngineOptions(BaseModel):
     """Request options for requests that do not set them."""
 
     def with_paper_settings(self, model: str, family: ModelFamily) -> "EngineOptions":
-        """The options with the family's method for ``"auto"``, and with the settings of
-        the method's paper for a model where cache options are open. Raises
-        ``ValueError`` as ``parse``, and for what does not suit the family."""
+        """The options with the family's method in place of ``"auto"``, and with the
+        settings of the method's paper for cache options that are not set. Raises
+        ``ValueError`` like ``parse``, and for options that do not suit the family."""
         name = (
             DEFAULT_METHODS[family.attention]
             if self.cache_method == AUTO
@@ -175,7 +177,7 @@ class EngineOptions(BaseModel):
         return options
 
     def _check_sharing(self) -> None:
-        """Raise ``ValueError`` where prompts cannot be shared."""
+        """Raise ``ValueError`` if prompts cannot be shared."""
         if not self.share_prompts:
             if self.anchor_tokens:
                 raise ValueError(
@@ -204,8 +206,8 @@ class EngineOptions(BaseModel):
             )
 
     def num_sharable(self, layout: CanvasLayout, *, by_token: bool) -> int | None:
-        """Tokens of a prompt that requests share, without the row that predicts the
-        first token of the response: all of them if ``by_token``, else whole pages.
+        """Number of prompt tokens that requests share, without the row that predicts
+        the first token of the response. ``by_token``: all tokens, not only whole pages.
         """
         if not self.share_prompts:
             return None
@@ -214,12 +216,12 @@ class EngineOptions(BaseModel):
 
     @property
     def num_anchor_pages(self) -> int:
-        """Pages that hold ``anchor_tokens``."""
+        """Number of pages that hold ``anchor_tokens``."""
         return pages_for(self.anchor_tokens, self.page_size)
 
     def on_device(self, device_type: str, enforce_eager: bool) -> "EngineOptions":
-        """The options with ``cuda_graphs`` settled; raises ``ValueError`` where graphs
-        are asked for without a GPU.
+        """The options with ``cuda_graphs`` decided. Raises ``ValueError`` if graphs are
+        requested without a GPU.
         """
         if self.cuda_graphs and device_type != "cuda":
             raise ValueError(
@@ -249,7 +251,7 @@ class EngineOptions(BaseModel):
 
     @classmethod
     def parse(cls, raw: dict[str, Any]) -> "EngineOptions":
-        """Validate options; raises ``ValueError`` naming the option, its value and what
+        """Validate options. Raises ``ValueError`` naming the option, its value and what
         is allowed.
         """
         try:
@@ -271,14 +273,14 @@ class EngineOptions(BaseModel):
 
     @property
     def layer_pass(self) -> Any:
-        """The class of the cache method's layer pass, which is imported."""
+        """Import the class of the cache method's layer pass."""
         return CACHE_METHODS.function(self._method_name, self.method.layer_pass)
 
     @property
     def method(self) -> CacheMethod:
         method = CACHE_METHODS[self._method_name]
-        # Computed among other rows, keys and values differ in their last bits: nothing
-        # is shared or computed again.
+        # Keys and values that are computed among other rows differ in their last bits,
+        # so nothing is shared or computed again.
         return replace(method, keeps_for_good=False) if self.batch_invariant else method
 
     @property
@@ -291,7 +293,7 @@ class EngineOptions(BaseModel):
 
     @cached_property
     def cache(self) -> CacheOptions:
-        """The options of the cache method, validated."""
+        """The validated options of the cache method."""
         schema = self.method.options
         try:
             return schema.model_validate(
@@ -306,7 +308,7 @@ class EngineOptions(BaseModel):
 
     @property
     def draft_lora(self) -> str | None:
-        """Folder in the checkpoint with the adapter of drafts; None: they have none."""
+        """Folder in the checkpoint with the adapter for drafts; None: there is none."""
         cache = self.cache
         return cache.draft_lora if isinstance(cache, DraftingOptions) else None
 
@@ -318,7 +320,7 @@ class EngineOptions(BaseModel):
 
     def geometry(self, hf_config: Any, tensor_parallel_size: int) -> PoolGeometry:
         def on_rank(num_kv_heads: int) -> int:
-            # With more ranks than KV heads each head is on several of them.
+            # With more ranks than KV heads, each head is on several ranks.
             return max(1, num_kv_heads // tensor_parallel_size)
 
         guide = self.guide_shape

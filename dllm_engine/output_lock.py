@@ -1,4 +1,4 @@
-"""Output files: one run writes a file at a time, or replaces it as a whole."""
+"""Output files: only one run at a time writes a file, or replaces it as a whole."""
 
 import fcntl
 import os
@@ -8,10 +8,10 @@ from typing import IO, Any
 
 
 def lock_output(file: IO[Any], path: Path) -> None:
-    """Lock an open file for the output ``path`` until it is closed; raises
-    ``ValueError`` if another run has it.
+    """Lock an open file for the output ``path`` until it is closed. Raises
+    ``ValueError`` if another run has locked it.
     """
-    # An engine's process that is forked would keep the lock when this process is
+    # Otherwise a forked process of an engine would keep the lock when this process is
     # killed.
     os.register_at_fork(after_in_child=file.close)
     try:
@@ -23,9 +23,9 @@ def lock_output(file: IO[Any], path: Path) -> None:
 
 
 class OutputLock(AbstractContextManager["OutputLock"]):
-    """The lock of an output that is replaced as a whole. It is a file of its own beside
-    the output, because the lock of a file does not pass to its replacement. Raises
-    ``ValueError`` if the output cannot be written."""
+    """Lock of an output that is replaced as a whole. The lock is a separate file beside
+    the output, because a replaced file loses its lock. Raises ``ValueError`` if the
+    output cannot be written."""
 
     def __init__(self, path: Path) -> None:
         self._path = path.with_name(path.name + ".lock")
@@ -48,8 +48,8 @@ class OutputLock(AbstractContextManager["OutputLock"]):
             raise
 
     def _is_at_its_path(self) -> bool:
-        """Return False if the run before removed the file after it was opened here. The
-        next run would lock another file.
+        """Return False if another run has removed the lock file after it was opened
+        here. The next run would lock a new file.
         """
         try:
             return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
@@ -62,8 +62,8 @@ class OutputLock(AbstractContextManager["OutputLock"]):
 
 
 def replace_output(path: Path, text: str) -> None:
-    """Write a text in place of an output. An interruption leaves the old file or the new
-    one.
+    """Replace an output by a text. An interruption leaves either the old or the new
+    file.
     """
     beside = path.with_name(path.name + ".part")
     beside.write_text(text, encoding="utf-8")

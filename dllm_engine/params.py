@@ -19,16 +19,16 @@ from dllm_engine.request_options.unmasking import PARALLEL_OPTIONS, policy_and_r
 from dllm_engine.text import with_meanings
 
 AUTO = "auto"
-"""As ``gen_length``: the length is chosen."""
+"""Value of ``gen_length``: choose the length."""
 _OWN_OPTIONS: dict[str, Any] = dict.fromkeys(RequestOptions.model_fields) | {
     "top_p": 1.0,
     "top_k": 0,
 }
-"""Fields of ``DiffusionParams`` that travel in ``extra_args``, and what they hold where
-they are not given.
+"""Fields of ``DiffusionParams`` that travel in ``extra_args``, and their default
+values.
 """
 _ANY_FAMILY = next(iter(FAMILIES.values()))
-"""Parameters are made before their model is known."""
+"""Parameters are made before their model is known, so any family serves for checks."""
 
 for _name in PARALLEL_OPTIONS:
     if _name in (*SamplingParams.__struct_fields__, "gen_length"):
@@ -55,15 +55,14 @@ class DiffusionParams(_Fields):
     """vLLM's sampling parameters with the fields of diffusion decoding.
 
     A value of None means the model family's default. Lengths and steps count tokens and
-    denoising steps of the whole response. Greedy (``temperature=0``) unless asked
-    otherwise.
+    denoising steps of the whole response. The default is greedy (``temperature=0``).
     """
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     extra_args: dict[str, Any] | None = None
-    """Filled from the fields below; what the caller puts there as well is kept."""
+    """Filled from the fields below. Other entries of the caller are kept."""
     max_tokens: int | None = None
     """The same as ``gen_length``, under vLLM's name. If the length is chosen, the most
     that it may be."""
@@ -82,9 +81,8 @@ class DiffusionParams(_Fields):
         check_num_responses(self.n, self.temperature)
         own = {name: getattr(self, name) for name in _OWN_OPTIONS}
         extra_args = self.extra_args or {}
-        super().__post_init__()  # which resets top_p and top_k of a greedy request
-        # What the caller has put into `extra_args` himself is shown by the fields as
-        # well.
+        super().__post_init__()  # it resets top_p and top_k of a greedy request
+        # Fields also show options that the caller has put into `extra_args`.
         for name, value in own.items():
             is_given = value != _OWN_OPTIONS[name]
             SamplingParams.__setattr__(
@@ -98,7 +96,7 @@ class DiffusionParams(_Fields):
         self._store_options()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set a field as if the parameters had been made with it; raises
+        """Set a field as if the parameters had been made with it. Raises
         ``InvalidRequestError`` for a bad value.
         """
         if name in ("gen_length", "max_tokens"):
@@ -140,7 +138,9 @@ class DiffusionParams(_Fields):
             super().__setattr__("max_tokens", value)
 
     def _store_options(self) -> None:
-        """Check the options that vLLM has no field for, and put them where they travel."""
+        """Check the options that vLLM has no field for, and put them into
+        ``extra_args``.
+        """
         self._check_lengths()
         chosen = {
             name: value
@@ -155,7 +155,7 @@ class DiffusionParams(_Fields):
         super().__setattr__("extra_args", self._others() | chosen or None)
 
     def _others(self) -> dict[str, Any]:
-        """What the caller has put into ``extra_args`` himself."""
+        """Entries of ``extra_args`` that are not options of this package."""
         return {
             name: value
             for name, value in (self.extra_args or {}).items()
@@ -163,7 +163,7 @@ class DiffusionParams(_Fields):
         }
 
     def __repr__(self) -> str:
-        """Expression that makes the same parameters, with the fields that differ from
+        """Expression that makes equal parameters, with the fields that differ from
         their defaults.
         """
         blank = DiffusionParams()
@@ -187,8 +187,8 @@ class DiffusionParams(_Fields):
         return f"DiffusionParams({', '.join(given)})"
 
     def to_sampling_params(self) -> SamplingParams:
-        """The parameters as vLLM's own class. Its wire format omits fields that hold
-        their default, so the receiver would fill in those of another class."""
+        """The parameters as vLLM's class. Its wire format omits default values, so the
+        receiver would fill in the defaults of another class."""
         return SamplingParams(
             **{name: getattr(self, name) for name in SamplingParams.__struct_fields__}
         )
@@ -203,8 +203,7 @@ DiffusionParams.__doc__ = with_meanings(
 
 
 VLLM_OPTIONS = frozenset({"min_tokens", "logit_bias"})
-"""Fields of vLLM's own that some routes do not have, and ``vllm_xargs`` does not take.
-"""
+"""Fields of vLLM that some routes lack, and that ``vllm_xargs`` does not take."""
 ELSEWHERE = {
     **dict.fromkeys(
         EngineOptions.model_fields,
@@ -225,15 +224,15 @@ ELSEWHERE = {
         "asks for classifier-free guidance, which is not supported; leave it out"
     ),
 }
-"""Other names that mean something to this package, or to others like it, in the body of
-a request, and what to do.
+"""Other names with a meaning in this package or in similar ones, which do not belong
+into the body of a request, and what to do instead.
 """
 
 
 def check_place(fields: Iterable[str], *places: str) -> None:
-    """Raise ``InvalidRequestError`` if a request has options of ours among these
-    fields, where nobody reads them. ``places``: the field that takes request options,
-    after those that contain it."""
+    """Raise ``InvalidRequestError`` if these fields of a request contain our options,
+    which would be ignored there. ``places``: path of the field that takes request
+    options."""
     for name in fields:
         if name in RequestOptions.model_fields:
             places = places or ("vllm_xargs",)

@@ -14,7 +14,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 def register() -> None:
     """Register our models, or warn that this vLLM is incompatible or that a package
-    beside us is broken. vLLM serves other models as before.
+    with entry points is broken. vLLM serves other models as before.
     """
     try:
         register_or_raise()
@@ -26,7 +26,7 @@ def register_or_raise() -> None:
     """Register our models, their configs and tokenizers, and replace what
     ``vllm_hooks/table.py`` lists. Idempotent. Raises ``IncompatibleVLLMError`` and
     ``PluginError``."""
-    continue_quietly()  # where no platform plugin was loaded
+    continue_quietly()  # in case no platform plugin was loaded
     check_release()
     try:
         patch.apply(table.EVERY_PROCESS)
@@ -52,8 +52,8 @@ def _register_models() -> None:
     for model_type, config in registered_classes().items():
         AutoConfig.register(model_type, config, exist_ok=True)
     for architecture, model in MODEL_CLASSES.items():
-        # The class, not its import path: vLLM inspects a path in a subprocess, for 16
-        # s.
+        # The class, not its import path, because vLLM inspects a path in a subprocess,
+        # which takes 16 s.
         ModelRegistry.register_model(architecture, model)
         MODELS_CONFIG_MAP[architecture] = DiffusionEngineConfig
     register_tokenizers()

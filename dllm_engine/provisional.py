@@ -1,6 +1,6 @@
 """Streaming by denoising step (``stream_granularity="step"``): the running blocks
-before their text is final, whole as ``RequestOutput.outputs[i].provisional``, over HTTP
-what changed."""
+before their text is final. ``RequestOutput.outputs[i].provisional`` has the whole
+blocks, HTTP events only the changes."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -9,20 +9,23 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ProvisionalBlock:
-    """The running block after a denoising step, or all of them as one. Lists have an
-    entry per position.
+    """The running block after a denoising step; several running blocks as one. Lists
+    have an entry per position.
     """
 
     block: int
-    """Number of the first running block, from 0."""
+    """Index of the first running block, from 0."""
     num_blocks: int
-    """Blocks of the response; an end token may leave the last ones out."""
+    """Number of blocks of the response. After an end token the last ones may not run.
+    """
     gen_length: int
-    """Positions of the response."""
+    """Number of positions of the response."""
     block_length: int
-    """Positions of a block; the last one may have fewer."""
+    """Number of positions of a block. The last block may have fewer."""
     first_block_length: int
-    """Positions of the first block, which is shorter if it begins in the prompt."""
+    """Number of positions of the first block, which is shorter if it begins in the
+    prompt.
+    """
     start: int
     """Start of the first running block in the response, in tokens."""
     step: int
@@ -30,7 +33,7 @@ class ProvisionalBlock:
     forward_pass: int
     """Forward passes of the response so far."""
     sent: int
-    """Tokens of the response whose text is final and sent: all before ``start``, and
+    """Number of response tokens whose text is final and sent: all before ``start``, and
     complete blocks after it.
     """
     token_ids: list[int]
@@ -51,13 +54,13 @@ class ProvisionalBlock:
 
     @property
     def window(self) -> tuple[int, int]:
-        """Start and number of the positions."""
+        """Start of the positions and their number."""
         return self.start, len(self.token_ids)
 
     @property
     def text(self) -> str | None:
-        """Their text without special tokens, ``░`` for each masked position; None
-        without a tokenizer.
+        """Text of the blocks without special tokens, with ``░`` for each masked
+        position; None without a tokenizer.
         """
         return self._text_from(0)
 
@@ -78,7 +81,7 @@ class ProvisionalBlock:
 
 
 class BlockReader:
-    """Reads the running blocks of one response; ``tokenizer`` is None where the engine
+    """Reader of the running blocks of one response. ``tokenizer`` is None if the engine
     has none.
     """
 
@@ -91,7 +94,7 @@ class BlockReader:
         )  # each step reads the same tokens again
 
     def read(self, message: dict[str, Any]) -> ProvisionalBlock:
-        """The running blocks after the step that the message is of."""
+        """The running blocks in a message about a step."""
         if self._special is None:
             return ProvisionalBlock(**message)
         marks = zip(message["token_ids"], message["masked"], strict=True)
@@ -100,9 +103,9 @@ class BlockReader:
         return ProvisionalBlock(**message, pieces=self._pieces(tokens), special=special)
 
     def _pieces(self, tokens: list[int | None]) -> list[str | None]:
-        """The text of each token; None for None, which stands for a mask. Where several
-        tokens without a mask between them make one character, the last of them gets it
-        and the others the empty string."""
+        """The text of each token; None for a mask (None). If several neighbouring
+        tokens form a character, the last of them gets the character and the others get
+        an empty string."""
         pieces: list[str | None] = []
         pending: tuple[int, ...] = ()
         for token in tokens:
@@ -112,8 +115,8 @@ class BlockReader:
                 continue
             pending = (*pending, token)
             text = self._decode(pending)
-            # A character of UTF-8 has at most four bytes; more tokens than that will
-            # not complete it.
+            # A character of UTF-8 has at most four bytes, so more than four tokens
+            # cannot complete it.
             is_part = text.endswith("\N{REPLACEMENT CHARACTER}") and len(pending) < 4
             pieces.append("" if is_part else text)
             pending = pending if is_part else ()
@@ -121,8 +124,8 @@ class BlockReader:
 
 
 class BlockChanges:
-    """Changes of the running blocks since the last event that an HTTP client got; a
-    slow one may miss steps.
+    """Changes of the running blocks since the last event to an HTTP client. A slow
+    client may miss steps.
     """
 
     def __init__(self) -> None:
@@ -131,7 +134,7 @@ class BlockChanges:
         self._percents: dict[int, int] = {}
 
     def to(self, block: ProvisionalBlock) -> dict[str, Any]:
-        """The HTTP form of the way from what was sent last to ``block``. Positions
+        """The changes from the last sent state to ``block`` in HTTP form. Positions
         count from the response's start.
         """
         form = {
@@ -171,7 +174,7 @@ class BlockChanges:
             for i, c in enumerate(block.confidences)
             if block.masked[i] and c is not None
         }
-        # By a whole percent.
+        # Changes by at least one percent point.
         moved = [
             i
             for i, percent in guesses.items()

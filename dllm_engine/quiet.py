@@ -1,5 +1,5 @@
-"""The default log of an engine: this package's lines and vLLM's warnings, without the
-alarms that mean nothing here.
+"""The default log of an engine: this package's lines and vLLM's warnings, without
+warnings that mean nothing for it.
 
 Otherwise vLLM logs some 100 lines before a server listens. It still does if
 ``VLLM_LOGGING_LEVEL`` or another of its logging settings is set.
@@ -24,58 +24,57 @@ _VARIABLES = (
 )
 _ARGUMENTS = ("log_level", "logging_config", "log_config_file")
 _MARK = "DLLM_QUIET"
-"""Variable that tells the engine's processes to be quiet; not for users."""
+"""Environment variable that makes the engine's processes quiet. Not for users."""
 _ANSWERS, _SERVER = "answers", "server"
-"""Its values: warnings alone, or also what a server's operator wants to see."""
+"""Its values: only warnings, or also information for the operator of a server."""
 
 _LEVEL = "WARNING"
-"""vLLM's level in a process that is quiet."""
+"""vLLM's log level in a quiet process."""
 
 SILENCED: dict[str, tuple[str, ...]] = {
-    # Triton is for GPUs; a CPU has kernels of its own here.
+    # Triton is only for GPUs here; CPUs have other kernels.
     "vllm.triton_utils.importing": (
         "Triton is installed, but doesn't include CPU backend",
     ),
     "torch._library.triton": ("Triton not available",),
-    # vLLM calls what this PyTorch is about to drop.
+    # vLLM calls functions that PyTorch has deprecated.
     "torch._opaque_base": ("torch._opaque_base is deprecated",),
     "torch._library.opaque_object": (".* is deprecated, use",),
     # check_device says that there is no GPU.
     "torch.utils.cpp_extension": ("No CUDA runtime is found",),
-    # As above; no diffusion model has such a cache.
+    # As above. Diffusion models have no such cache.
     "vllm.platforms.cpu": ("Triton is not installed", "Reset SSM cache type"),
-    # The model runner is ours, and our engines are set so: what vLLM would do instead
-    # is not for them.
+    # Our engines have another model runner on purpose, so vLLM's remarks do not apply.
     "vllm.config.vllm": (
         "Model Runner V2 requires Triton",
         "Inductor compilation was disabled",
     ),
     "vllm.config.scheduler": ("Using custom scheduler class dllm_engine",),
-    # Each request has a seed of its own here.
+    # Here each request has a separate seed.
     "vllm.engine.arg_utils": ("The global random seed is set to",),
-    # vLLM's own.
+    # It is a variable of vLLM.
     "vllm.platforms.interface": (
         "Unknown vLLM environment variable detected: VLLM_DIST_IDENT",
     ),
     # docs/reference.md: a checkpoint's defaults count.
     "vllm.config.model": ("Default vLLM sampling parameters have been overridden",),
-    # The first chat says what is wrong, and `dllm bench` has no tokenizer.
+    # The error of the first chat says what is wrong, and `dllm bench` has no tokenizer.
     "vllm.renderers.base": ("Chat template warmup failed",),
-    # The limit is enough for thousands of connections; the end is asked for, and has
-    # its own exit status.
+    # The limit is enough for thousands of connections. The shutdown was requested, and
+    # the exit status reports it.
     "vllm.utils.system_utils": (
         r"Found ulimit of \d{5}",
         r"\[shutdown\] force killing",
     ),
     "vllm.v1.utils": (r"\[shutdown\]",),
     "vllm.v1.executor.multiproc_executor": (r"\[shutdown\]",),
-    # A client's mistake; one line says what was refused, and why.
+    # A client's mistake. One line of ours says what was refused, and why.
     "vllm.entrypoints.openai.chat_completion.serving": ("Error with model",),
     "vllm.entrypoints.openai.chat_completion.batch_serving": ("Error with model",),
     "vllm.entrypoints.openai.responses.serving": ("Error with model",),
     "vllm.entrypoints.scale_out.render.serving": ("Error with model",),
     "vllm.entrypoints.scale_out.token_in_token_out.serving": ("Error with model",),
-    # The line with the server's address comes instead.
+    # Our line with the server's address replaces these.
     "uvicorn.error": (
         "(Started|Finished) server process",
         "Waiting for",
@@ -83,13 +82,13 @@ SILENCED: dict[str, tuple[str, ...]] = {
         "Shutting down",
     ),
 }
-"""Lines that are not logged, by logger: patterns of their beginnings."""
+"""Patterns for the beginnings of lines that are not logged, by logger."""
 _SHOWN = ("vllm.dllm_engine", "vllm.v1.metrics.loggers")
-"""Loggers whose information a server shows too: ours, and vLLM's rates."""
+"""Loggers whose information a server also shows: ours, and vLLM's rates."""
 
 
 class _Silence(logging.Filter):
-    """Filter of a logger whose lines of ``SILENCED`` are dropped."""
+    """Logging filter that drops lines of ``SILENCED``."""
 
     def __init__(self, beginnings: Iterable[str]) -> None:
         super().__init__()
@@ -100,7 +99,7 @@ class _Silence(logging.Filter):
 
 
 def _states_what_to_log(arguments: Mapping[str, Any]) -> bool:
-    """Return True if the environment, or ``arguments`` of vLLM, say what to log."""
+    """Return True if the environment, or ``arguments`` of vLLM, configure the log."""
     level = os.environ.get("VLLM_LOGGING_LEVEL", _LEVEL)
     is_ours = _MARK in os.environ and level == _LEVEL
     variables = () if is_ours else _VARIABLES
@@ -110,14 +109,14 @@ def _states_what_to_log(arguments: Mapping[str, Any]) -> bool:
 
 
 def silence_alarms() -> None:
-    """Drop what ``SILENCED`` has in this process, unless the environment says what to
-    log.
+    """Drop the lines of ``SILENCED`` in this process, unless the environment configures
+    the log.
     """
     if _states_what_to_log({}):
         return
     _set_filters(silent=True)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read with PyTorch's import
-    # vLLM touches it.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read at PyTorch's import
+    # vLLM uses the deprecated name.
     deprecated = "`torch.distributed.reduce_op` is deprecated"
     warnings.filterwarnings("ignore", deprecated, FutureWarning)
 
@@ -145,7 +144,7 @@ def _show_information() -> None:
     form = "%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
     handler.setFormatter(logging.Formatter(form, "%m-%d %H:%M:%S"))
     for name in _SHOWN:
-        # Its own handler: vLLM's shows warnings alone.
+        # A separate handler, because vLLM's handler shows only warnings.
         logger = logging.getLogger(name)
         logger.setLevel(logging.INFO)
         logger.handlers = [handler]
@@ -154,23 +153,25 @@ def _show_information() -> None:
 
 def quiet_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of ``vllm.LLM`` that keep it quiet; none if the environment or
-    ``arguments`` set what to log.
+    ``arguments`` configure the log.
     """
     if _states_what_to_log(arguments):
         os.environ.pop(_MARK, None)
         _set_filters(silent=False)
         return {}
     os.environ[_MARK] = _ANSWERS
-    # Python's resource tracker, which removes what an engine leaves when it ends.
+    # Python's resource tracker warns about resources that an engine leaves when it
+    # ends, and removes them.
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
     silence_alarms()
-    # On a terminal, a line says what it waits for; vLLM's bars would stay behind it.
+    # On a terminal, ``progress_line`` says what the user waits for. vLLM's bars would
+    # remain after it.
     return {"log_level": _LEVEL, "use_tqdm_on_load": False}
 
 
 def be_quiet() -> None:
-    """For commands: only the answer on stdout, messages on stderr, and vLLM quiet from
-    its import on.
+    """Set up the log of a command: only the answer on stdout, messages on stderr, and
+    vLLM quiet from its import on.
     """
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     if quiet_arguments({}):
@@ -178,8 +179,9 @@ def be_quiet() -> None:
 
 
 def be_quiet_server(arguments: Mapping[str, Any]) -> bool:
-    """For ``dllm serve`` with these ``arguments`` of vLLM: our lines, vLLM's warnings
-    and its rates. Return False if something else says what to log."""
+    """Set up the log of ``dllm serve`` with these ``arguments`` of vLLM: our lines,
+    vLLM's warnings and its rates. Return False if the environment or ``arguments``
+    configure the log."""
     if not quiet_arguments(arguments):
         return False
     os.environ[_MARK] = _SERVER
@@ -190,8 +192,8 @@ def be_quiet_server(arguments: Mapping[str, Any]) -> bool:
 
 @contextmanager
 def progress_line(text: str, *, shown: bool = True) -> Iterator[None]:
-    """Say on a terminal what takes so long, and how long it took the last time, while
-    it does; not where vLLM logs it.
+    """Show on a terminal what takes long, and how long it took the last time, while the
+    block runs. Shows nothing if vLLM's log is not quiet.
     """
     shown = shown and _MARK in os.environ and sys.stderr.isatty()
     if shown:
@@ -218,14 +220,14 @@ def _remembered() -> dict[str, float]:
 
 
 def last_time(text: str) -> str:
-    """The time that the start named ``text`` took here last, in words."""
+    """The time that the start named ``text`` took the last time, in words."""
     seconds = _remembered().get(text)
     return "" if seconds is None else f" ({seconds:.0f} s the last time)"
 
 
 def remember_seconds(text: str, seconds: float) -> None:
-    """Keep for the next time how long it took; a home that cannot be written keeps
-    nothing.
+    """Store how long it took, for the next time. Nothing is stored if the folder cannot
+    be written.
     """
     remembered = _remembered() | {text: round(seconds, 1)}
     file = _memory()

@@ -8,11 +8,10 @@ from typing import Any
 
 from pydantic import BaseModel, ByteSize, ValidationError
 
-# Whoever raised them did not write for users, so their text alone may say little
-# ("'role'").
+# Errors that were not written for users: their text alone may say little ("'role'").
 _UNEXPECTED = (AssertionError, AttributeError, LookupError, NameError, TypeError)
 _MOST_SHOWN = 10
-"""Errors in a message: a list may have one for each entry."""
+"""Limit on the errors in a message, because a list may have one for each entry."""
 
 
 def one_line(error: Exception) -> str:
@@ -40,8 +39,8 @@ def one_line(error: Exception) -> str:
 
 
 def parsed_json(value: Any) -> Any:
-    """Parse a value that may be JSON, since ``vllm_xargs`` takes neither null nor an
-    object.
+    """Parse a value that may be JSON text, because ``vllm_xargs`` takes neither null
+    nor objects.
     """
     try:
         return json.loads(value) if isinstance(value, str) else value
@@ -50,22 +49,20 @@ def parsed_json(value: Any) -> Any:
 
 
 def is_text(text: str) -> bool:
-    """Return True if text can be encoded: Python reads bytes that are not UTF-8 as
-    halves of characters.
+    """Return True if the text can be encoded. Python reads invalid UTF-8 as halves of
+    characters, which cannot.
     """
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a message on an unknown name: the known one that is closest, or
-    nothing.
-    """
+    """End of a message about an unknown name: the closest known name, or nothing."""
     closest = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {closest[0]!r}?" if closest else ""
 
 
 def choices(name: str, known: Iterable[str]) -> str:
-    """The end of a message on an unknown name: the closest known one, and all of them."""
+    """End of a message about an unknown name: the closest known name, and all names."""
     known = list(known)
     closest = did_you_mean(name, known)
     return f"{f'{closest} Choose' if closest else '; choose'} one of {', '.join(known)}"
@@ -97,13 +94,13 @@ def assignments(options: dict[str, Any]) -> str:
 
 
 def method_text(method: str, options: dict[str, Any]) -> str:
-    """A cache method and its options, as ``--methods`` takes them."""
+    """A cache method and its options in the syntax of ``--methods``."""
     return ":".join(filter(None, (method, assignments(options))))
 
 
 def explain(error: ValidationError, what: str, known: Iterable[str] = ()) -> str:
     """Errors of all fields as one text. ``what``: a word for a field, such as ``engine
-    option``; may be empty. ``known``: names to tell for an unknown one."""
+    option``; may be empty. ``known``: names to suggest for an unknown name."""
     known = list(known)
     lines = []
     for detail in error.errors()[:_MOST_SHOWN]:
@@ -115,7 +112,7 @@ def explain(error: ValidationError, what: str, known: Iterable[str] = ()) -> str
                 f"unknown {what} {name!r}={value}{did_you_mean(name, known)} ({what}s: "
                 f"{', '.join(known)})"
             )
-        elif not name and detail["type"] == "value_error":  # of several fields together
+        elif not name and detail["type"] == "value_error":  # about several fields
             lines.append(message)
         elif not what and detail["type"] in ("literal_error", "none_required"):
             lines.append(
@@ -132,7 +129,7 @@ def explain(error: ValidationError, what: str, known: Iterable[str] = ()) -> str
 def with_meanings(
     text: str | None, heading: str, options: type[BaseModel], names: Iterable[str]
 ) -> str:
-    """A class's docstring, and behind it what some of its ``options`` mean."""
+    """A class's docstring, followed by the descriptions of some ``options``."""
     lines = [
         textwrap.fill(
             f"{name}: {options.model_fields[name].description}",
@@ -150,5 +147,5 @@ def cut(text: str) -> str:
 
 
 def shortened(value: object) -> str:
-    """A value as an error shows it."""
+    """A value in the form that errors show."""
     return cut(repr(value))

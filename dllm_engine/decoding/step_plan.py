@@ -257,7 +257,8 @@ def unmask_quota(
             quota.observed = None if spans.settled else spans.options.span_threshold
         quota.candidates = Span(spans.start, stop)
         return quota
-    quota.first_needed = False  # below, such a step fills only it, or all
+    # From here on, such a step fills only the first position, or all of them.
+    quota.first_needed = False
     block = progress.running.first
     steps = spec.steps_per_block[block]
     if spec.unmasking.policy.takes_back:

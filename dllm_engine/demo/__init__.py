@@ -6,9 +6,9 @@ from pathlib import Path
 
 _FOLDER = Path(__file__).resolve().parent
 DEMO_MODEL = "demo"
-"""The name of the demo model, wherever a model is named."""
+"""Name of the demo model, wherever a model is named."""
 DEMO_BLOCKS = "demo-blocks"
-"""The name of the one whose attention goes by blocks."""
+"""Name of the demo model with attention by blocks."""
 DEMO_MODEL_DIR: Path = _FOLDER / "model"
 DEMO_BLOCKS_DIR: Path = _FOLDER / "blocks"
 DEMO_GUIDE_DIR: Path = _FOLDER / "guide"
@@ -21,5 +21,5 @@ DEMO_MODELS: dict[str, str] = {
 
 
 def model_path(model: str) -> str:
-    """A demo model's folder for its name; every other name as it is."""
+    """The folder of a demo model; every other name unchanged."""
     return DEMO_MODELS.get(model, model)

@@ -30,8 +30,8 @@ MOST_CHOICES = 6
 
 @dataclass(frozen=True)
 class Asked:
-    """A question in OpenAI's form. ``answer``: a label, true or false, or the number of
-    a level.
+    """A question in OpenAI's form with its answer: a label, true or false, or the index
+    of a level.
     """
 
     question: dict[str, Any]
@@ -39,7 +39,7 @@ class Asked:
 
     @property
     def option(self) -> int:
-        """Index of the answer among the options, of which yes is the first."""
+        """Index of the answer among the options. Of yes and no, yes comes first."""
         if isinstance(self.answer, bool):
             return 0 if self.answer else 1
         if isinstance(self.answer, int):
@@ -63,7 +63,7 @@ def ask(
     together: int = 1,
     filler: float = 0.0,
 ) -> list[AskedText]:
-    """Draw ``count`` texts with ``together`` questions each. ``filler``: as of
+    """Draw ``count`` texts with ``together`` questions each. ``filler``: as for
     ``make_examples``.
     """
     rng = random.Random(f"questions {seed}")

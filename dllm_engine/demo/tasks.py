@@ -56,18 +56,18 @@ MAX_PAIRS: dict[str, int] = {
     "reverse": 12,
     "copy": 16,
 }
-"""Longest prompts seen in training: pairs for the recall tasks, words for the list
+"""Size of the longest prompts in training: pairs for recall tasks, words for list
 tasks.
 """
 MAX_ASKED = 4
-"""Most items asked in one recall prompt; four of any task fit in a response of 32
-tokens.
+"""Limit on the items that a recall prompt asks for. Four of any task fit in a response
+of 32 tokens.
 """
 
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt with its only correct answer."""
+    """A prompt with its only correct answer."""
 
     prompt: str
     answer: str
@@ -147,8 +147,8 @@ def _recall_example(
 
 
 def filler_sentences(rng: random.Random, core: str, fraction: float) -> list[str]:
-    """Sentences about things that nobody asks about: at least ``fraction`` of a prompt
-    whose other part is ``core``.
+    """Sentences about unrelated things: at least ``fraction`` of a prompt that consists
+    of them and ``core``.
     """
     sentences: list[str] = []
     made = 0
@@ -160,7 +160,7 @@ def filler_sentences(rng: random.Random, core: str, fraction: float) -> list[str
 
 
 def _length(text: str) -> int:
-    """Number of words, digits and punctuation marks: close to the demo tokenizer's
-    count of tokens.
+    """Number of words, digits and punctuation marks, which is close to the demo
+    tokenizer's number of tokens.
     """
     return len(re.findall(r"[A-Za-z]+|\d|[^\w\s]", text))

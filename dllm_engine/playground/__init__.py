@@ -1,8 +1,8 @@
 """The playground: a page at ``/playground`` of the server, to chat with the model and
 watch it denoise.
 
-One HTML file that needs no build step and loads nothing from elsewhere. It gets what it
-shows from the server's own API, with the API key that the user types.
+It is one HTML file without a build step, and loads nothing from other hosts. It reads
+everything from the server's own API, with the API key that the user types.
 """
 
 import base64
@@ -22,13 +22,13 @@ ROUTE = "/playground"
 
 @functools.cache
 def page() -> str:
-    """The HTML, for an engine whose options are not known."""
+    """The HTML, without the options of an engine."""
     return Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 
 
 def page_headers() -> dict[str, str]:
-    """Its HTTP headers: only its own style and script may run, and it may connect to
-    its own server only.
+    """HTTP headers of the page: only its own style and script may run, and it may
+    connect only to its own server.
     """
     policy = (
         f"default-src 'none'; script-src {_hashes('script')}; style-src "
@@ -56,9 +56,9 @@ def _hashes(tag: str) -> str:
 
 
 def add_route(app: Any, options: EngineOptions, family: ModelFamily) -> None:
-    """Serve the page from a FastAPI ``app``. Attributes tell it the highest retention
-    ratio of a request, whether it may ask for a trace, and whether attention goes by
-    blocks."""
+    """Serve the page from a FastAPI ``app``. Attributes of the page have the highest
+    retention ratio of a request, whether requests may return a trace, and whether
+    attention goes by blocks."""
     page_data = {
         "retention-ratio": options.retention_ratio,
         "trace": options.trace and "true",

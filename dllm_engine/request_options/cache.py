@@ -1,4 +1,4 @@
-"""Options of the cache method that a request may change."""
+"""Options of the cache method that requests may change."""
 
 from typing import Annotated
 
@@ -16,7 +16,7 @@ class CacheChanges(OptionGroup):
 
 
 def resolve_cache(options: CacheChanges, engine: EngineOptions) -> CacheOptions:
-    """The engine's cache options with what the request lowers."""
+    """The engine's cache options with the changes of the request."""
     wanted = options.retention_ratio
     if wanted is None:
         return engine.cache

@@ -1,4 +1,4 @@
-"""A request on its way into a ``DecodingSpec``, and the error that ends it there."""
+"""Context in which a request's options are resolved, and the error for refusals."""
 
 import sys
 from dataclasses import dataclass
@@ -13,23 +13,24 @@ if TYPE_CHECKING:  # commands declare request options without importing vLLM
 
 @dataclass(frozen=True)
 class RequestContext:
-    """A request's parameters, and the model and engine that it is for.
+    """A request's parameters, with its model and engine.
 
-    Groups of options are resolved from two objects: ``own`` has what the request itself
-    names, ``options`` has that with the defaults of engine and checkpoint."""
+    Groups of options are resolved from two objects: ``own`` has the options that the
+    request sets, and ``options`` has them with the defaults of engine and checkpoint
+    filled in."""
 
     params: "SamplingParams"
     prompt_length: int
     hf_config: Any
-    """The model's config, with its tokens."""
+    """The model's config."""
     family: ModelFamily
-    """With the decoding conventions of the cache method."""
+    """The model family, with the decoding conventions of the cache method."""
     engine: EngineOptions
 
 
 def refused(reason: str) -> ValueError:
-    """Make an ``InvalidRequestError``, or a ``ValueError`` in a command that plans
-    without vLLM, whose import takes seconds.
+    """Make an ``InvalidRequestError``, or in a command that plans without vLLM (whose
+    import takes seconds) a ``ValueError``.
     """
     if "vllm" not in sys.modules:
         return ValueError(reason)

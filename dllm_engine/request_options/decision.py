@@ -1,4 +1,4 @@
-"""Options of a decision, and what it has no use for."""
+"""Options of decisions, and checks of options that decisions do not have."""
 
 from typing import Annotated
 
@@ -14,7 +14,7 @@ _UNUSED = {
     "logit_bias": None,
     "structured_outputs": None,
 }
-"""Parameters without a meaning for a decision, whose distribution is the model's."""
+"""Parameters without meaning for a decision, with their values that have no effect."""
 
 
 class DecisionOptions(OptionGroup):
@@ -35,8 +35,8 @@ def check_no_decision(own: DecisionOptions) -> None:
 def resolve_decision(
     request: RequestContext, own: DecisionOptions, packed: bytes
 ) -> tuple[PackedDecision, tuple[int | None, ...]]:
-    """The decision and its template; refuses what only generation has, and where
-    nothing is left to decide.
+    """The decision and its template. Refuses options that only generation has, and
+    decisions without a choice.
     """
     if request.family.seeds_blocks:
         raise refused(

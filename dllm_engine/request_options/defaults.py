@@ -1,4 +1,4 @@
-"""Defaults of request options: those of an engine and of a checkpoint."""
+"""Defaults of request options, from the engine and the checkpoint."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -28,7 +28,9 @@ from dllm_engine.text import did_you_mean
 
 
 def check_request_defaults(engine: EngineOptions) -> None:
-    """Raise ``ValueError`` if ``engine.request_defaults`` could serve no request."""
+    """Raise ``ValueError`` if no request could be served with
+    ``engine.request_defaults``.
+    """
     options = _checked(engine.request_defaults, "request_defaults", DEFAULTABLE_OPTIONS)
     check_suffix(options, engine)
     resolve_cache(options, engine)
@@ -36,8 +38,8 @@ def check_request_defaults(engine: EngineOptions) -> None:
 
 
 def checkpoint_defaults(hf_config: object) -> dict[str, Any]:
-    """Request defaults of a checkpoint, by its config.json or else its name; raises
-    ``ValueError`` if one is wrong.
+    """Request defaults of a checkpoint, from its config.json or else by its name.
+    Raises ``ValueError`` if one is wrong.
     """
     section = checkpoint_section(hf_config)
     _checked(section, f"config.json: {OPTIONS_KEY!r}", CHECKPOINT_OPTIONS)
@@ -67,8 +69,8 @@ def _checked(
 def options_with_defaults(
     own: RequestOptions, defaults: dict[str, Any]
 ) -> RequestOptions:
-    """The request's options with an engine's defaults, but for defaults that do not go
-    with what the request itself names: its policy, or else the policies that suit its
+    """The request's options with the engine's defaults. Defaults that do not go with
+    the request's policy are left out; without a policy, with the policies that suit its
     other options.
     """
     options = parse_request_options(with_defaults(own.given, defaults))
@@ -94,7 +96,7 @@ def options_with_defaults(
 
 
 def _goes_with(name: str, policy: UnmaskingPolicy) -> bool:
-    """Return True if an option goes with a policy."""
+    """Return True if an option can be combined with a policy."""
     facts = FACTS[name]
     if facts.needs_decided and policy.takes_back:
         return False

@@ -1,4 +1,4 @@
-"""Options of the tokens that end a response."""
+"""Options about the tokens that end a response."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -62,7 +62,7 @@ def resolve_ends(
             f"min_tokens={params.min_tokens} is out of range: {layout.num_sent} tokens "
             f"come back; it must be 0 … {layout.num_sent}"
         )
-    # A block attends to nothing behind it: giving up what is behind an end token
+    # A block attends to nothing behind it, so dropping what follows an end token
     # changes nothing before it.
     gives_up = layout.attention == "full" and has_end
     ends = end_token_ids(params, request.hf_config)
@@ -71,7 +71,7 @@ def resolve_ends(
     if layout.template:
         barred.append(TokenBias.barring(ends, layout.last_given))
     if params.min_tokens:
-        # Also those that `ignore_eos` lets pass, as in vLLM.
+        # Including end tokens that `ignore_eos` allows, as in vLLM.
         every_end = ends.union(
             every_end_token(request.hf_config), params.all_stop_token_ids
         )

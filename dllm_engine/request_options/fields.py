@@ -1,4 +1,4 @@
-"""The options of a request beside vLLM's sampling parameters, of all groups."""
+"""All request options beside vLLM's sampling parameters."""
 
 from typing import Any
 
@@ -31,8 +31,8 @@ class RequestOptions(
     LayoutOptions,
     AutoLengthOptions,
 ):
-    """The options that vLLM's ``SamplingParams`` has no field for; they travel in
-    ``extra_args``, over HTTP in ``vllm_xargs``."""
+    """Options without a field in vLLM's ``SamplingParams``. They travel in
+    ``extra_args``, and over HTTP in ``vllm_xargs``."""
 
 
 FACTS = RequestOptions.facts()
@@ -60,7 +60,7 @@ for _name in PARALLEL_OPTIONS:
 
 
 def check_exclusions(options: RequestOptions) -> None:
-    """Refuse options that do not go with each other, whatever the model."""
+    """Refuse combinations of options that no model supports."""
     given = options.given
     rules = {name: value for name, value in given.items() if name in PARALLEL_OPTIONS}
     counts = {name: value for name, value in given.items() if name in COUNT_OPTIONS}
@@ -87,7 +87,7 @@ def _joined(values: dict[str, Any]) -> str:
 
 
 def check_attention(options: RequestOptions, family: ModelFamily) -> None:
-    """Refuse what the family's attention does not allow."""
+    """Refuse options that the family's attention does not allow."""
     by_attention = {
         "full": f"{family.name} attends to the whole canvas",
         "block_causal": f"attention of {family.name} goes by blocks",
@@ -108,7 +108,7 @@ def check_attention(options: RequestOptions, family: ModelFamily) -> None:
 
 
 def with_defaults(chosen: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Request options with defaults for what they leave open."""
+    """Request options with defaults filled in."""
     replaced: set[str] = set()
     for name, value in chosen.items():
         if value != FACTS[name].off:

@@ -1,4 +1,4 @@
-"""Options of the guide, and what it has no use for."""
+"""Options of the guide, and checks of options that guided requests do not have."""
 
 from typing import Annotated, Literal
 
@@ -11,7 +11,7 @@ from dllm_engine.request_options.context import RequestContext, refused
 from dllm_engine.request_options.facts import Facts, OptionGroup
 from dllm_engine.text import shortened
 
-# Who says how the guide decides wants it.
+# Setting one of them selects guidance.
 _HOW = Facts(default_by="engine", replaces=("guided",))
 
 
@@ -37,7 +37,9 @@ class GuideOptions(OptionGroup):
 
 
 GUIDE_SETTINGS = tuple(name for name in GuideOptions.model_fields if name != "guided")
-"""How the guide decides; the fields of ``Guidance``, but for ``guide_``."""
+"""Options about how the guide decides: the fields of ``Guidance``, with ``guide_`` in
+front of some.
+"""
 
 
 def check_guide(options: GuideOptions, engine: EngineOptions) -> None:
@@ -68,7 +70,9 @@ def resolve_guidance(
 
 
 def check_guided(request: RequestContext, own: OptionGroup, guidance: Guidance) -> None:
-    """Refuse what the guide has no use for, where the request itself names it."""
+    """Refuse options of a guided request that have no effect with a guide, if the
+    request itself sets them.
+    """
     facts = own.facts()
     params = request.params
     for name, value in own.effective.items():

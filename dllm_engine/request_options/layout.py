@@ -1,4 +1,4 @@
-"""Options of the canvas: its length, its blocks, and the tokens that are given."""
+"""Options of the canvas: its length, its blocks, and its given tokens."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -18,9 +18,9 @@ from dllm_engine.request_options.facts import (
 from dllm_engine.text import parsed_json
 
 MOST_CHOSEN = 2048
-"""Most tokens of a response whose request names no limit (DAEDAL's L_max)."""
+"""Limit on the response if the request names none, in tokens (DAEDAL's L_max)."""
 _GRID = 8
-"""DAEDAL's growth, of which lengths are multiples."""
+"""Lengths are multiples of this: DAEDAL's growth per pass."""
 _HOW = Facts(default_by="engine")
 _BY_AGREEMENT = "the next token is always that of the row before it"
 
@@ -70,7 +70,7 @@ class LengthRule:
     growth: float = 2.0
 
     def next_length(self, length: int, most: int) -> int:
-        """The length after ``length``, at most ``most``."""
+        """The next length to try after ``length``, at most ``most``."""
         grown = -(-int(length * self.growth) // _GRID) * _GRID
         return min(max(length + _GRID, grown), most)
 
@@ -78,8 +78,8 @@ class LengthRule:
 def length_rule(
     own: AutoLengthOptions, options: AutoLengthOptions, *, ignore_eos: bool
 ) -> LengthRule | None:
-    """The rule of a request with these options, with an engine's defaults in
-    ``options``; None: its length is given.
+    """The length rule of a request; None: its length is given. ``options``: the
+    request's options with the engine's defaults.
     """
     if own.auto_length and ignore_eos:
         raise refused(
@@ -92,7 +92,7 @@ def length_rule(
 
 
 def refuse_length_options(own: AutoLengthOptions) -> None:
-    """Refuse options that only an open length has."""
+    """Refuse options that only requests with an open length have."""
     for name in LENGTH_RULE_OPTIONS:
         if (value := getattr(own, name)) is not None:
             raise refused(
@@ -168,7 +168,7 @@ class LayoutOptions(OptionGroup):
 
     @property
     def returned_length(self) -> int | None:
-        """Tokens that come back by ``response_template``; None without one."""
+        """Number of tokens that ``response_template`` returns; None without a template."""
         template = self.response_template
         if template is None:
             return None
@@ -182,7 +182,7 @@ def resolve_layout(
     decided: tuple[int | None, ...] | None,
 ) -> CanvasLayout:
     """Canvas layout of a request. ``decided``: the template of a decision; None: the
-    request is no decision."""
+    request is not a decision."""
     template = given_tokens(own, request.params.max_tokens or 0)
     if decided is not None:
         template = decided
@@ -199,7 +199,7 @@ def resolve_layout(
             raise refused(
                 f"sub_block_length={part} does not divide block_length={block_length}"
             )
-        part = block_length  # a default for another block length
+        part = block_length  # the default is for another block length
     return CanvasLayout(
         request.prompt_length,
         gen_length,
@@ -218,7 +218,7 @@ def resolve_layout(
 
 
 def given_tokens(own: LayoutOptions, max_tokens: int) -> tuple[int | None, ...]:
-    """The request's template; refuses what cannot be a response."""
+    """The request's template. Refuses a template that cannot be a response."""
     template = own.response_template
     if template is None:
         if own.return_given is not None:
@@ -247,8 +247,8 @@ def _block_length(
     options: LayoutOptions,
     gen_length: int,
 ) -> int:
-    """The length of blocks, fitted to the response if the request names none. Blocks
-    that attention goes by may be longer than the response.
+    """Length of blocks, fitted to the response if the request names none. Attention
+    blocks may be longer than the response.
     """
     family = request.family
     if options.decoding == "autoregressive":

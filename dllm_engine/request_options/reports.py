@@ -1,4 +1,4 @@
-"""Options of what comes back beside the response."""
+"""Options about what is returned beside the response."""
 
 from typing import Annotated, Literal
 
@@ -22,8 +22,8 @@ class ReportOptions(OptionGroup):
 def resolve_reports(
     request: RequestContext, options: ReportOptions, return_given: bool
 ) -> Reports:
-    """Reports that a request asks for. ``return_given``: True if given tokens come
-    back.
+    """The reports that a request asks for. ``return_given``: True if given tokens are
+    returned.
     """
     if options.trace and not request.engine.trace:
         raise refused(

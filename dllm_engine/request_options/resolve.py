@@ -1,5 +1,5 @@
-"""Resolution of a request's parameters, with the defaults of engine, checkpoint and
-family, into a ``DecodingSpec``: one call per group of options.
+"""Resolution of a request's parameters into a ``DecodingSpec``, with the defaults of
+engine, checkpoint and family; one call per group of options.
 """
 
 from dataclasses import replace
@@ -45,7 +45,7 @@ if TYPE_CHECKING:  # commands plan requests without importing vLLM
 def resolve_decoding(
     params: "SamplingParams", prompt_length: int, hf_config: Any, engine: EngineOptions
 ) -> DecodingSpec:
-    """Fill in the defaults; raises ``InvalidRequestError`` naming the option, its value
+    """Fill in the defaults. Raises ``InvalidRequestError`` naming the option, its value
     and its range.
     """
     if params.max_tokens is None or params.max_tokens < 1:
@@ -57,7 +57,7 @@ def resolve_decoding(
     request = RequestContext(params, prompt_length, hf_config, hf_config.family, engine)
     decision = decided = None
     if (packed := bytes_in(params, DECISION)) is not None:
-        # Defaults, and a guide, are for generation alone.
+        # Only generation has defaults and a guide.
         options = own
         guidance = None
         decision, decided = resolve_decision(request, own, packed)
@@ -100,7 +100,7 @@ def resolve_decoding(
 def _generation(
     request: RequestContext, own: RequestOptions
 ) -> tuple[RequestOptions, Guidance | None]:
-    """The options with an engine's defaults, and how a guide decides."""
+    """The options with the engine's defaults, and the settings of the guide."""
     check_no_decision(own)
     options = options_with_defaults(own, request.engine.request_defaults)
     guidance = resolve_guidance(request, own, options)
@@ -118,9 +118,9 @@ def check_room(
     geometry: PoolGeometry,
     num_pages: int | None,
 ) -> None:
-    """Refuse a request if a step has no room for its canvas, or for one block where
-    steps go in parts, or if the pool could never hold its pages. ``num_pages``: those
-    of the pool; None: not known yet."""
+    """Refuse a request if a step has no room for its canvas (or for one block, if steps
+    can be split), or if the pool could never hold its pages. ``num_pages``: pages of
+    the pool; None: not known yet."""
     if spec.decision is not None:
         num_rows = spec.layout.canvas_length - (
             spec.layout.blocks_start if engine.method.keeps_for_good else 0

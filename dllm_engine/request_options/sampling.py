@@ -1,5 +1,5 @@
-"""Options of sampling: how a token is drawn from the logits, and what is added to
-these.
+"""Options of sampling: how a token is drawn from the logits, and which biases are added
+to them.
 """
 
 import json
@@ -20,14 +20,17 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
 MOST_BIASES = 8192
-"""As many are checked, sent and added in milliseconds."""
+"""Limit on the biases of a request. This many take milliseconds to check, send and add.
+"""
 LARGEST_BIAS = 1e4
-"""More than logits differ by; added to one, float32 still tells tokens apart."""
+"""Limit on a bias: above the differences of logits, but small enough that float32 still
+tells tokens apart.
+"""
 
 
 class SamplingOptions(OptionGroup):
-    # vLLM clears its own fields of these names for greedy requests; confidences of
-    # policies of tempered probabilities depend on them there too.
+    # vLLM clears its fields of these names for greedy requests, but policies with
+    # tempered probabilities need them there too.
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Sample from the smallest set of likeliest tokens whose probabilities reach this
     sum. It affects greedy requests too: the policies ``maskgit_plus``, ``entropy`` and
@@ -44,7 +47,9 @@ def resolve_sampling(
     layout: CanvasLayout,
     edges: bytes | None,
 ) -> Sampling:
-    """Sampling settings of a request. ``edges``: what its hole may begin and end with."""
+    """Sampling settings of a request. ``edges``: tokens that its hole may begin and end
+    with.
+    """
     params = request.params
     top_p = params.top_p if options.top_p is None else options.top_p
     top_k = max(params.top_k if options.top_k is None else options.top_k, 0)
@@ -77,7 +82,7 @@ def _edge_biases(edges: bytes | None, layout: CanvasLayout) -> Iterator[TokenBia
 
 
 def check_num_responses(n: int, temperature: float) -> None:
-    """Refuse several responses that would be equal."""
+    """Refuse several responses if they would be equal."""
     if n > 1 and temperature == 0:
         raise refused(
             f"n={n} needs a temperature above 0, as greedy decoding gives equal "
@@ -86,7 +91,9 @@ def check_num_responses(n: int, temperature: float) -> None:
 
 
 def check_token_numbers(params: "SamplingParams", vocab_size: int) -> None:
-    """Refuse token ids that the vocabulary has not, and what cannot be added to logits."""
+    """Refuse token ids outside the vocabulary, and biases that cannot be added to
+    logits.
+    """
     biases = params.logit_bias or {}
     if len(biases) > MOST_BIASES:
         raise refused(

@@ -1,4 +1,4 @@
-"""The options of a request in vLLM's sampling parameters."""
+"""Request options in vLLM's sampling parameters."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +18,13 @@ otherwise.
 
 
 class DefaultLength(int):
-    """Response tokens of a request that names no length, where vLLM needs a number. It
-    may grow.
+    """Length of a response whose request names none, because vLLM needs a number. It
+    may be replaced by a larger one.
     """
 
 
 class ResponseLimit(int):
-    """The most response tokens of a server's requests, as its user has set them."""
+    """Limit on the response tokens of a server's requests, which its operator has set."""
 
 
 CONSTRAINT = "constraint"
@@ -34,20 +34,20 @@ SOURCE = "source"
 LENGTH_FIGURES = "length_figures"
 HOLE_EDGES = "hole_edges"
 _CARRIED = (CONSTRAINT, REASONING, DECISION, SOURCE, LENGTH_FIGURES, HOLE_EDGES)
-"""Keys of a request's ``extra_args`` for the automaton of ``structured_outputs``, for
-that of the text before it, for the fields of a decision, for the HTTP request that it
-is part of, for what the choice of its length took, and for what its hole begins and
-ends with. Their values are bytes, which clients cannot send."""
+"""Keys of a request's ``extra_args``: for the automaton of ``structured_outputs``, the
+automaton of the reasoning before it, the fields of a decision, the id of its HTTP
+request, the figures of the choice of its length, and the edges of its hole. Their
+values are bytes, which clients cannot send."""
 
 _TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
-"""Fields of requests that vLLM's server puts into ``extra_args``, also where they are
+"""Fields of requests that vLLM's server puts into ``extra_args``, even if they are
 empty.
 """
 
 
 def request_options(params: "SamplingParams") -> RequestOptions:
-    """The options in a request's ``extra_args``; raises ``InvalidRequestError`` naming
-    what is wrong with which.
+    """The options in a request's ``extra_args``. Raises ``InvalidRequestError`` naming
+    wrong options and the reason.
     """
     given = params.extra_args or {}
     carried = {name for name in _CARRIED if bytes_in(params, name) is not None}
@@ -58,8 +58,8 @@ def request_options(params: "SamplingParams") -> RequestOptions:
 
 
 def bytes_in(params: "SamplingParams", name: str) -> bytes | None:
-    """Bytes that a request carries as ``CONSTRAINT`` or another key above; None: it
-    carries nothing.
+    """Bytes of a request under ``CONSTRAINT`` or another key above; None: there are
+    none.
     """
     given = (params.extra_args or {}).get(name)
     return given if isinstance(given, bytes) else None
@@ -68,8 +68,8 @@ def bytes_in(params: "SamplingParams", name: str) -> bytes | None:
 def parse_request_options(
     raw: dict[str, Any], what: str = "request option"
 ) -> RequestOptions:
-    """Validate request options; raises ``InvalidRequestError`` naming what is wrong
-    with which. ``what`` as in ``explain``."""
+    """Validate request options. Raises ``InvalidRequestError`` naming wrong options and
+    the reason. ``what``: as in ``explain``."""
     try:
         return RequestOptions.model_validate(raw)
     except ValidationError as error:

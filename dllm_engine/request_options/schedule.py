@@ -1,4 +1,6 @@
-"""Options of the schedule: how many tokens a step unmasks, and how many blocks run."""
+"""Options of the schedule: number of tokens that a step unmasks, and number of blocks
+that run.
+"""
 
 from dataclasses import replace
 from typing import Annotated
@@ -20,13 +22,15 @@ _Steps = Annotated[
     Facts(
         default_by="checkpoint",
         one_of="counts",
-        # A count goes with one block at a time.
+        # A fixed count needs one block at a time.
         replaces=("rules", "block_add_threshold"),
         decided_by_guide=True,
     ),
 ]
 _MOST_STEPS_PER_TOKEN = 16
-"""Where steps take tokens back, so that more steps than tokens make sense."""
+"""Limit on steps per token for policies that take tokens back, with which more steps
+than tokens make sense.
+"""
 
 
 class ScheduleOptions(OptionGroup):
@@ -69,8 +73,8 @@ def resolve_schedule(
     layout: CanvasLayout,
     unmasking: Unmasking,
 ) -> Schedule:
-    """A rule of parallel unmasking ends a block by itself; what else counts on steps
-    counts a token each."""
+    """Schedule of a request. With a rule of parallel unmasking, blocks end by
+    themselves; computations with steps then assume one token per step."""
     parallel = unmasking.parallel
     check_several_blocks(options, parallel)
     positions = layout.canvas_length - layout.prompt_length
@@ -104,8 +108,8 @@ def _steps(
     *,
     takes_back: bool,
 ) -> int:
-    """Steps of the response, fitted to it where the request does not name them: each
-    block gets one.
+    """Number of steps of the response, fitted to it if the request names none: each
+    block gets at least one.
     """
     positions = layout.canvas_length - layout.prompt_length
     steps = options.steps or positions
@@ -130,7 +134,7 @@ def _steps(
 def check_several_blocks(
     options: ScheduleOptions, parallel: ParallelRule | None
 ) -> None:
-    """Refuse several blocks without a rule, which counts a step's positions."""
+    """Refuse several blocks at once without a rule of parallel unmasking."""
     threshold = options.block_add_threshold
     if threshold is not None and parallel is None:
         raise refused(

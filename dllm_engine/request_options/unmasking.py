@@ -33,7 +33,7 @@ from dllm_engine.text import choices
 PARALLEL_OPTIONS = tuple(
     name for name, rule in PARALLEL_RULES.items() if rule.option is not None
 )
-"""Options that ask for parallel unmasking, each by the rule of its name."""
+"""Options for parallel unmasking: each has the name of its rule."""
 _POST_STEPS = 16
 """Default of ``max_post_steps``, as in the authors' code."""
 
@@ -120,7 +120,9 @@ def _facts_of_rule(rule: UnmaskingRule) -> Facts:
 
 
 def _rule_fields() -> dict[str, Any]:
-    """Fields for the options that ask for rules, as the rules declare them."""
+    """Fields for the options of rules of parallel unmasking, from the declarations of
+    the rules.
+    """
     fields = {}
     for name in PARALLEL_OPTIONS:
         rule = PARALLEL_RULES[name]
@@ -156,7 +158,7 @@ else:
 class UnmaskingOptions(_RuleFields):
     @property
     def rules(self) -> dict[str, Any]:
-        """The rules of parallel unmasking that the request names, with their values."""
+        """Rules of parallel unmasking that the request sets, with their values."""
         given = self.given
         return {name: given[name] for name in PARALLEL_OPTIONS if name in given}
 
@@ -189,8 +191,8 @@ def resolve_unmasking(
 def policy_and_rule(
     options: UnmaskingOptions, family: ModelFamily
 ) -> tuple[UnmaskingPolicy, ParallelRule | None]:
-    """The request's unmasking policy and, with parallel unmasking, the rule that goes
-    with it; refuses what does not."""
+    """The request's unmasking policy, and with parallel unmasking the rule. Refuses a
+    rule that does not suit the policy."""
     if options.unmasking is not None and options.unmasking not in UNMASKING_POLICIES:
         raise refused(
             f"unmasking={options.unmasking!r} is "
@@ -210,7 +212,7 @@ def policy_and_rule(
 def _suited(
     options: UnmaskingOptions, family: ModelFamily, rule: ParallelRule | None
 ) -> tuple[UnmaskingPolicy, ParallelRule | None]:
-    """A policy, and the rule where it goes with it."""
+    """The policy, and the rule if both suit each other."""
     policies = UNMASKING_POLICIES.values()
     policy = UNMASKING_POLICIES[options.unmasking or family.default_unmasking]
     suited = [*policies]
@@ -220,8 +222,8 @@ def _suited(
     elif options.certainty_sigma is not None:
         suited = [each for each in policies if each.measures in WEIGHTED_MEASURES]
     if options.unmasking is None and policy not in suited:
-        # One that like the family's own measures before or after temperature and
-        # filters.
+        # Choose a policy that measures before or after temperature and filters like the
+        # family's default.
         return max(suited, key=lambda each: each.tempered == policy.tempered), rule
     if rule is None or policy in suited:
         return policy, rule
@@ -237,8 +239,8 @@ def _suited(
 
 
 def _check_needs(options: OptionGroup, policy: UnmaskingPolicy) -> None:
-    """Refuse options that the policy measures nothing for, and those for which decided
-    tokens must stay where it takes them back.
+    """Refuse options whose measure the policy does not have, and with a policy that
+    takes tokens back, options that need decided tokens to stay.
     """
     facts = options.facts()
     for name, value in options.effective.items():
@@ -261,8 +263,8 @@ def _check_needs(options: OptionGroup, policy: UnmaskingPolicy) -> None:
 
 
 def check_taking_back(spec: DecodingSpec, engine: EngineOptions) -> None:
-    """Refuse what takes tokens back where a text must match, and a policy that does so
-    where what was computed of them is kept.
+    """Refuse taking tokens back with structured output, and with a cache method that
+    keeps the keys and values of decided tokens.
     """
     policy = spec.unmasking.policy
     takers = {
@@ -284,13 +286,13 @@ def check_taking_back(spec: DecodingSpec, engine: EngineOptions) -> None:
 
 
 def _rule(options: UnmaskingOptions, family: ModelFamily) -> ParallelRule | None:
-    """The rule that a request names, as its family has it."""
+    """The family's variant of the rule that a request sets."""
     for kind, value in options.rules.items():
         if (slow_fast := _slow_fast(options, family)) is not None:
             value = slow_fast.fast_threshold
         if kind == "entropy_threshold" and family.strict_entropy_threshold:
             kind = "strict_entropy_threshold"
-        # As the authors' code.
+        # As in the authors' code.
         by_blocks = family.attention == "block_causal" and family.whole_blocks
         if kind == "threshold" and (by_blocks or family.exceeds_threshold):
             kind = "exceeded_threshold"
@@ -299,8 +301,8 @@ def _rule(options: UnmaskingOptions, family: ModelFamily) -> ParallelRule | None
 
 
 def _slow_fast(options: UnmaskingOptions, family: ModelFamily) -> SlowFast | None:
-    """The request's options of SlowFast sampling, with the family's defaults; None: it
-    decodes otherwise.
+    """The request's options of SlowFast sampling, with the family's defaults; None: the
+    request has another rule.
     """
     if (given := options.rules.get("slow_fast")) is None:
         return None

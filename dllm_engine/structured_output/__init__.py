@@ -1,1 +1,1 @@
-"""From what a request's text must match to an automaton over tokens."""
+"""Structured output: from the pattern of a request's text to an automaton over tokens."""

@@ -1,6 +1,4 @@
-"""Automata of grammars over a tokenizer's vocabulary, and decisions: built in processes
-of their own, and kept.
-"""
+"""Builds of automata and decisions in separate processes, and a cache of the results."""
 
 import asyncio
 import os
@@ -27,39 +25,38 @@ from dllm_engine.structured_output.build import REFUSED
 logger = init_logger(f"vllm.{__name__}")
 
 _KEPT_BYTES = 256 << 20
-"""Most bytes of all that is kept together."""
+"""Limit on the cached results together, in bytes."""
 _AT_ONCE = 2
-"""Builds that run at a time; others wait."""
+"""Number of builds that run at a time. Others wait."""
 MOST_WAITING = 32
-"""Builds that wait; requests for more are refused."""
+"""Limit on the waiting builds. Requests for more are refused."""
 COUNTS = ("constrained_requests", "automaton_builds", "automaton_build_seconds")
-"""Names of metrics; builds are also those that failed."""
+"""Names of metrics. Failed builds count too."""
 _LONGEST_REASON = 500
-"""Characters of what a client is told about its grammar, which may repeat parts of it.
+"""Limit on a reason that clients get, in characters: reasons may repeat parts of a
+grammar.
 """
 
 
 class Wanted(Protocol):
-    """An input from which a process of its own makes bytes; equal inputs make equal
-    ones.
-    """
+    """Input of a build in a separate process. Equal inputs give equal bytes."""
 
     @property
     def build_seconds(self) -> float:
-        """Seconds of one core that building it may take."""
+        """Limit on the build's time, in seconds of one core."""
 
     @property
     def about(self) -> str:
-        """The field that an error names, and a word for what is built."""
+        """Start of error messages: the field, and a word for the result."""
 
 
 class _Build:
-    """A build that runs or waits for its turn, for all requests that wait for it."""
+    """A running or waiting build, which all requests with equal inputs share."""
 
     def __init__(self, wanted: Wanted) -> None:
         self.wanted = wanted
         self.future: Future[bytes] = Future()
-        # A request that is aborted does not cancel those of others.
+        # An aborted request must not cancel the build for others.
         self.future.set_running_or_notify_cancel()
         self.num_waiting = 0
         self.process: subprocess.Popen[bytes] | None = None
@@ -67,8 +64,8 @@ class _Build:
 
 
 class _Cache:
-    """Results by what they are made from; those used last are kept. Threads take its
-    lock.
+    """Results by their inputs; the least recently used ones are dropped. Its lock
+    protects it from other threads.
     """
 
     def __init__(self, kept_bytes: int = _KEPT_BYTES) -> None:
@@ -79,12 +76,12 @@ class _Cache:
         self.builds: dict[Wanted, _Build] = {}
         """Builds that run or wait for their turn."""
         self.turns: SimpleQueue[_Build] = SimpleQueue()
-        """Builds whose turn comes, and those of them that nobody waits for any more."""
+        """Queue of builds. Builds that nobody waits for any more stay in it."""
         self.has_threads = False
         self.lock = Lock()
 
     def begin(self, wanted: Wanted) -> _Build:
-        """A new build, which runs when it is its turn."""
+        """Start a new build, which runs when its turn comes."""
         if len(self.builds) >= _AT_ONCE + MOST_WAITING:
             raise RetryableRequestError(
                 f"{wanted.about}: {MOST_WAITING} requests wait for their automata to "
@@ -94,7 +91,7 @@ class _Cache:
         self.turns.put(build)
         if not self.has_threads:
             self.has_threads = True
-            # An executor's threads would hold up the end of the program.
+            # Not an executor, because its threads would delay the end of the program.
             for _ in range(_AT_ONCE):
                 Thread(
                     target=_run_builds, args=(self,), name="automaton", daemon=True
@@ -102,14 +99,14 @@ class _Cache:
         return build
 
     def abandon(self, build: _Build) -> None:
-        """End a build that nobody waits for."""
+        """Stop a build that nobody waits for."""
         build.is_abandoned = True
         del self.builds[build.wanted]
         if build.process is not None:
             build.process.kill()
 
     def end(self, build: _Build, result: bytes | BaseException, seconds: float) -> None:
-        """Tell all who wait what a build came to, and keep its result."""
+        """Set the result of a build for all who wait, and cache it."""
         with self.lock:
             self.counts["automaton_builds"] += 1
             self.counts["automaton_build_seconds"] += seconds
@@ -123,7 +120,7 @@ class _Cache:
 
 
 def _run_builds(cache: _Cache) -> None:
-    """Build what is wanted, one after the other."""
+    """Run builds one after the other."""
     while True:
         build = cache.turns.get()
         if build.is_abandoned:
@@ -176,8 +173,8 @@ def _run_apart(cache: _Cache, build: _Build) -> subprocess.CompletedProcess[byte
     env = {**os.environ, "PYTHONPATH": paths, **one_core}
     sent = pickle.dumps(build.wanted)
     pipe = subprocess.PIPE
-    # In a session of its own, so that a server that is stopped by a signal to all
-    # processes of its group can still finish requests.
+    # In a new session, so that a signal to the server's process group does not stop the
+    # build, and requests can still finish.
     with subprocess.Popen(
         command, stdin=pipe, stdout=pipe, stderr=pipe, env=env, start_new_session=True
     ) as process:
@@ -193,7 +190,7 @@ _cache = _Cache()
 
 
 def count_request() -> None:
-    """Note for the metrics that a request was admitted."""
+    """Count an admitted request for the metrics."""
     with _cache.lock:
         _cache.counts["constrained_requests"] += 1
 
@@ -208,10 +205,11 @@ def take_counts() -> dict[str, float]:
 
 @contextmanager
 def _awaited(wanted: Wanted) -> Iterator[Future[bytes]]:
-    """The future of a result, for a block that waits for it. What is not kept is built.
-    A build ends when all have left their blocks: its client may have gone.
+    """Context with the future of a result, which is built if it is not cached. The
+    build is stopped when all waiting contexts have been left, because clients may
+    disconnect.
 
-    Raises ``RetryableRequestError`` where too many builds wait.
+    Raises ``RetryableRequestError`` if too many builds wait.
     """
     cache = _cache
     with cache.lock:
@@ -233,24 +231,25 @@ def _awaited(wanted: Wanted) -> Iterator[Future[bytes]]:
 
 
 def is_kept(wanted: Wanted) -> bool:
-    """Return True if ``built`` need not wait."""
+    """Return True if the result is cached, so that ``built`` does not wait."""
     with _cache.lock:
         return wanted in _cache.kept
 
 
 def built(wanted: Wanted) -> bytes:
-    """Build what is wanted, such as a packed automaton, and wait until it is built.
+    """Build an input, such as that of an automaton, wait for the result, and return its
+    bytes.
 
     Raises:
         RetryableRequestError: too many builds wait, or the building process was killed.
-        InvalidRequestError: it is not supported, no text can be spelled, or a limit is
-        passed.
+        InvalidRequestError: the input is not supported, the tokenizer can spell no text,
+            or a limit is exceeded.
     """
     with _awaited(wanted) as future:
         return future.result()
 
 
 async def when_built(wanted: Wanted) -> bytes:
-    """Call ``built`` without holding up the event loop."""
+    """``built`` without blocking the event loop."""
     with _awaited(wanted) as future:
         return await asyncio.wrap_future(future)

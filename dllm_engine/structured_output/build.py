@@ -1,9 +1,9 @@
-"""Builds one automaton or decision, in a process of its own: ``python -m
+"""Build of one automaton or decision in a separate process: ``python -m
 dllm_engine.structured_output.build``.
 
-It reads a pickled ``BuildInput`` or ``DecisionInput`` from its standard input and
-writes the packed result to its standard output; with the exit status ``REFUSED``, the
-reason why there is none. It imports little, since it starts for each build.
+The process reads a pickled ``BuildInput`` or ``DecisionInput`` from standard input, and
+writes the packed result to standard output, or with the exit status ``REFUSED`` the
+reason why there is none. It imports little, because it starts for each build.
 """
 
 import json
@@ -27,36 +27,36 @@ from dllm_engine.structured_output.python_regex import regex_expression
 
 REFUSED = 100
 _MEMORY = 3 << 30
-"""Bytes that a build may take."""
+"""Limit on the memory of a build, in bytes."""
 _PATIENCE = 10
-"""A busy machine gives a build less than a core: it is ended after as many times
-``build_seconds``.
+"""A build is stopped after this multiple of ``build_seconds``, because on a busy
+machine it gets less than a core.
 """
 LEAST_POSITIONS = 64
-"""A search of fewer is not much cheaper, because other things take their time."""
+"""The fewest positions that count in the cost of a search. Shorter searches are not
+much cheaper.
+"""
 _SPARE = 16
-"""An automaton has more states before those that do the same are merged: up to as many
-times the limit.
+"""Before equivalent states are merged, an automaton may have this multiple of the limit
+of states.
 """
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """Grammar of a request's text; equal for requests that may write the same texts in
-    the same way.
-    """
+    """Grammar of a request's text. Grammars are equal if they were written equally."""
 
     kind: Literal["regex", "choice", "json", "json_object", "reasoning"]
     text: str = ""
-    """The regex; as JSON the choices, the schema, or the markers of
-    ``reasoning_automaton``; nothing for any object.
+    """The regex; or as JSON the choices, the schema, or the markers of
+    ``reasoning_automaton``; empty for any object.
     """
     spaces: bool = True
     """JSON only: allow a space behind a comma and a colon."""
 
     @property
     def expression(self) -> Expression:
-        """Expression of its texts; raises ``ValueError`` naming a construct that is not
+        """Expression of its texts. Raises ``ValueError`` naming a construct that is not
         supported.
         """
         style = Style(self.spaces)
@@ -66,7 +66,7 @@ class Grammar:
             case "choice":
                 return Either(list(map(literal, json.loads(self.text))))
             case "json":
-                # Other expressions need not wait for it.
+                # Imported here, so that other expressions need not wait for it.
                 from dllm_engine.structured_output.json_schema import schema_expression
 
                 return schema_expression(json.loads(self.text), style)
@@ -75,16 +75,16 @@ class Grammar:
 
 @dataclass(frozen=True)
 class BuildInput:
-    """All that an automaton is made from, and its limits."""
+    """Everything that an automaton is made from, and its limits."""
 
     grammar: Grammar
     vocabulary: compiler.Vocabulary
     max_states: int
     build_seconds: float
-    """Seconds of one core that building it may take."""
+    """Limit on the build's time, in seconds of one core."""
     max_search: int = 1 << 24
-    """The most transitions × positions, of which at least ``LEAST_POSITIONS`` are
-    searched.
+    """Limit on transitions × positions of a search. Fewer positions count as
+    ``LEAST_POSITIONS``.
     """
 
     @property
@@ -92,7 +92,7 @@ class BuildInput:
         return f"structured_outputs.{self.grammar.kind}: its automaton"
 
     def run(self) -> bytes:
-        """Build the automaton; raises ``ValueError`` with the reason why there is none."""
+        """Build the automaton. Raises ``ValueError`` with the reason if there is none."""
         try:
             return build(self).packed
         except ValueError as error:
@@ -102,7 +102,7 @@ class BuildInput:
 
 
 def build(wanted: BuildInput) -> Automaton:
-    """Build the automaton; raises ``ValueError`` with the reason why there is none."""
+    """Build the automaton. Raises ``ValueError`` with the reason if there is none."""
     grammar = wanted.grammar
     vocabulary = wanted.vocabulary
     max_states = wanted.max_states
@@ -135,7 +135,8 @@ def build(wanted: BuildInput) -> Automaton:
 
 def main() -> None:
     end_with_parent()
-    os.nice(10)  # beside steps that keep all cores busy it gets about a tenth of one
+    # Beside steps that use all cores, the build gets about a tenth of a core.
+    os.nice(10)
     wanted = pickle.load(sys.stdin.buffer)
     seconds = math.ceil(wanted.build_seconds)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))

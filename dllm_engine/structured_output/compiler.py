@@ -1,5 +1,6 @@
-"""Automata of expressions over the bytes of UTF-8, and from these over tokens; and
-automata of reasoning, which is free text that ends with the first marker."""
+"""Compilation of expressions into automata over the bytes of UTF-8, and of these into
+automata over tokens. Automata of reasoning, which is free text up to the first marker.
+"""
 
 from collections.abc import Sequence
 from functools import cache
@@ -18,25 +19,25 @@ from dllm_engine.structured_output.expression import (
 )
 
 _LEADS = ((0, 128, 0), (0xC0, 32, 0x80), (0xE0, 16, 0x800), (0xF0, 8, 0x10000))
-"""Characters of one to four bytes: their lowest first byte, the number of first bytes,
-the first character.
+"""For characters of one to four bytes: the lowest first byte, the number of first
+bytes, and the first character.
 """
 
 
 class TooManyStatesError(ValueError):
-    """A limit on states is passed."""
+    """A limit on the number of states is exceeded."""
 
 
 def minimal(automaton: Automaton) -> Automaton:
-    """The automaton of fewest states and classes that accepts the same; without states
-    where it accepts nothing.
+    """The equivalent automaton with the fewest states and classes. It has no states if
+    it accepts nothing.
     """
     num_states = len(automaton.accepting)
     states, symbols = np.nonzero(automaton.next_state >= 0)
     edges = np.unique(states * num_states + automaton.next_state[states, symbols])
     sources, targets = np.divmod(edges, num_states)
-    # States that are apart from the first spare a round for each character of the
-    # longest text.
+    # Start with groups by the distance to an accepting state: otherwise each character
+    # of the longest text takes a round.
     group = distances(targets, sources, automaton.accepting)
     kept = (group < FAR) & (
         distances(sources, targets, np.arange(num_states) == 0) < FAR
@@ -63,7 +64,7 @@ def minimal(automaton: Automaton) -> Automaton:
 
 
 def distinct_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The first row of each kind, in their order, and the kind of each row."""
+    """The first row of each kind, in order, and the kind of each row."""
     multipliers = np.random.default_rng(0).integers(
         1 << 63, size=rows.shape[1], dtype=np.uint64
     )
@@ -92,8 +93,8 @@ def _utf8(ranges: Ranges) -> Expression:
 
 
 def _bytes(in_set: bytes, lead: int, count: int) -> list[Expression]:
-    """The characters that ``in_set`` says are in a set; the first byte of each is one of
-    ``count`` from ``lead`` on.
+    """Branches for the characters of a set. ``in_set``: membership of each character;
+    the first byte of a character is one of ``count`` from ``lead`` on.
     """
     size = len(in_set) // count
     leads: dict[bytes, list[int]] = {}
@@ -109,15 +110,13 @@ def _bytes(in_set: bytes, lead: int, count: int) -> list[Expression]:
 
 
 class _Rests:
-    """Rests of the texts of an expression, which are the states of an automaton that is
-    not deterministic.
-    """
+    """Rests of the texts of an expression: the states of a nondeterministic automaton."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.rests: list[tuple[bytes | None, list[int]]] = [(None, [])]
-        """The bytes of which a rest begins with one, None where it begins with none,
-        and the numbers of the rests that may follow. Rest 0 is the end."""
+        """For each rest, the set of bytes that it may begin with (None if it reads no
+        byte), and the rests that may follow. Rest 0 is the end."""
 
     def new(self, following: list[int], first: bytes | None = None) -> int:
         if len(self.rests) >= self.most:
@@ -126,7 +125,7 @@ class _Rests:
         return len(self.rests) - 1
 
     def before(self, expression: Expression, behind: int) -> int:
-        """The rest that is the expression and then the rest ``behind``."""
+        """The rest that consists of the expression and then the rest ``behind``."""
         match expression:
             case bytes():
                 return self.new([behind], expression)
@@ -139,7 +138,7 @@ class _Rests:
             case Either(branches):
                 return self.new([self.before(branch, behind) for branch in branches])
             case Repeated(item, least, most, separator):
-                loop = self.new([behind])  # any number of items may follow it
+                loop = self.new([behind])  # loops back for any number of items
                 after, count = (loop, max(least, 1)) if most is None else (behind, most)
                 for done in reversed(range(count)):
                     begun = self.before(item, after)
@@ -160,12 +159,12 @@ class _Rests:
                 return first
 
     def closure(self, number: int) -> frozenset[int]:
-        """The rests that begin with a byte, and the end, which a rest may be without a
-        byte read.
+        """The rests that begin with a byte, or are the end, and that can be reached
+        without reading a byte.
         """
         seen = {number}
         numbers = [number]
-        for each in numbers:  # grows as it is read
+        for each in numbers:  # the list grows in the loop
             first, following = self.rests[each]
             fresh = [] if first else [rest for rest in following if rest not in seen]
             seen.update(fresh)
@@ -174,8 +173,8 @@ class _Rests:
 
 
 def byte_automaton(expression: Expression, max_states: int) -> Automaton:
-    """The automaton over bytes, as 256 tokens. Raises ``TooManyStatesError`` where it
-    has over ``max_states`` states.
+    """The automaton over the 256 bytes as tokens. Raises ``TooManyStatesError`` if it
+    has more than ``max_states`` states.
     """
     rests = _Rests(8 * max_states)
     start = rests.before(expression, 0)
@@ -203,7 +202,7 @@ def byte_automaton(expression: Expression, max_states: int) -> Automaton:
         return numbers[state]
 
     table = []
-    for state in states:  # grows as it is read
+    for state in states:  # the list grows in the loop
         begun: list[set[int]] = [set() for _ in firsts]
         for first, following in (rests.rests[number] for number in state):
             for kind in kinds[first] if first else ():
@@ -220,14 +219,14 @@ def byte_automaton(expression: Expression, max_states: int) -> Automaton:
 
 
 class Vocabulary:
-    """The bytes of a tokenizer's tokens; equal where these are."""
+    """The bytes of a tokenizer's tokens. Vocabularies with the same bytes are equal."""
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
         self.token_bytes = np.frombuffer(b"".join(tokens), np.uint8)
         """uint8: the bytes of all tokens, end to end."""
         self.starts = np.cumsum([0, *map(len, tokens)])
-        """int64 ``[vocab_size + 1]``: where those of each token begin. Special and
-        added tokens have none, nor have numbers that the tokenizer does not use."""
+        """int64 ``[vocab_size + 1]``: index of the first byte of each token. Special
+        and added tokens, and unused ids, have no bytes."""
         self.digest = _digest(self.token_bytes) + _digest(self.starts)
 
     def spelling(self, token: int) -> bytes:
@@ -243,9 +242,9 @@ class Vocabulary:
 def token_automaton(
     of_bytes: Automaton, vocabulary: Vocabulary, most_states: int
 ) -> Automaton:
-    """The automaton over tokens; those without bytes are in no text. Raises
-    ``ValueError`` where no text can be spelled, ``TooManyStatesError`` where over
-    ``most_states`` are left."""
+    """The automaton over tokens. Tokens without bytes are in no text. Raises
+    ``ValueError`` if the tokens can spell no text, and ``TooManyStatesError`` if there
+    are more than ``most_states`` states."""
     automaton = minimal(
         _over_tokens(of_bytes, vocabulary.token_bytes, vocabulary.starts)
     )
@@ -261,12 +260,12 @@ def _over_tokens(
 ) -> Automaton:
     """The automaton over tokens, with the same states.
 
-    Reads byte i of all tokens at once. Tokens that have led alike so far are read as
-    one.
+    Reads byte i of all tokens at once. Tokens that have led to the same states so far
+    are read as one.
     """
     by_kind = np.pad(of_bytes.next_state.T, ((0, 0), (0, 1)), constant_values=-1)
     states = np.arange(len(of_bytes.accepting), dtype=np.int32)
-    columns = [np.full_like(states, -1), states]  # the first leads nowhere
+    columns = [np.full_like(states, -1), states]  # column 0 leads nowhere
     numbers = {_digest(column): number for number, column in enumerate(columns)}
     lengths = np.diff(starts)
     column_of = (lengths > 0).astype(np.int64)
@@ -305,19 +304,19 @@ def reasoning_automaton(
     start_token: int | None,
     any_token: bool = False,
 ) -> Automaton:
-    """Reads any text up to the marker ``end``, such as ``</think>``, which ends its
-    last token. Beside tokens that spell text there are ``end_token``, if a token is
-    this marker, which nothing else spells then; and ``start_token``, if one may begin
-    reasoning. Errors as ``token_automaton``.
+    """Automaton of any text up to the marker ``end``, such as ``</think>``, with which
+    the last token ends. ``end_token``: the token of this marker, if there is one; other
+    tokens cannot spell it then. ``start_token``: a token that may begin reasoning.
+    Errors as for ``token_automaton``.
 
-    ``any_token``: any text may follow, so the last token may go on behind the marker;
-    any token may be in reasoning.
+    ``any_token``: any text may follow, so the last token may contain text after the
+    marker, and reasoning may contain any token.
     """
     anything = Repeated(bytes(range(256)), 0, None)
     of_bytes = byte_automaton(
         (anything, *(bytes([byte]) for byte in end.encode())), most_states
     )
-    # The first marker ends it.
+    # The first marker ends reasoning.
     of_bytes.next_state[of_bytes.accepting] = (
         np.flatnonzero(of_bytes.accepting)[0] if any_token else -1
     )

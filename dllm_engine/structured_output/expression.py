@@ -7,12 +7,14 @@ from typing import Union
 
 LAST_CODE_POINT = 0x10FFFF
 Ranges = tuple[tuple[int, int], ...]
-"""Code points, as first and last of each run; a run whose last is smaller is empty."""
+"""Ranges of code points, as first and last. A range with a smaller last code point is
+empty.
+"""
 
 
 @dataclass(frozen=True)
 class Chars:
-    """One character of a set."""
+    """One character from a set."""
 
     ranges: Ranges
 
@@ -24,8 +26,8 @@ class Either:
 
 @dataclass(frozen=True)
 class Repeated:
-    """``least`` to ``most`` times, without an upper bound where ``most`` is None, with
-    a separator between.
+    """An item repeated ``least`` to ``most`` times (None: no upper bound), with
+    separators.
     """
 
     item: "Expression"
@@ -36,16 +38,16 @@ class Repeated:
 
 @dataclass(frozen=True)
 class Listed:
-    """Some of the items, in their order, with a separator between."""
+    """Some of the items, in order, with separators."""
 
     items: Sequence[tuple["Expression", bool]]
-    """Each item, and True if it is required."""
+    """Each item with True if it is required."""
     separator: "Expression"
 
 
 Expression = Union[Chars, bytes, tuple["Expression", ...], Either, Repeated, Listed]  # noqa: UP007
-"""A tuple is a sequence. ``bytes`` are one byte of a set, which is part of a character
-in UTF-8.
+"""A tuple is a sequence. ``bytes`` stand for one byte from a set, which is a part of a
+UTF-8 character.
 """
 EMPTY: Expression = ()
 ANY = Chars(((0, LAST_CODE_POINT),))

@@ -1,6 +1,6 @@
-"""JSON schemas (draft 2020-12) as expressions: every text is valid by the schema, but
-not every valid text is there (docs/structured_output.md). A keyword that cannot be held
-to is refused by name."""
+"""JSON schemas (draft 2020-12) as expressions. Every text of an expression is valid by
+the schema, but not every valid text is possible (docs/structured_output.md). A keyword
+that is not supported is refused by name."""
 
 from collections.abc import Mapping
 from fractions import Fraction
@@ -28,9 +28,9 @@ from dllm_engine.structured_output.json_text import (
 from dllm_engine.structured_output.python_regex import regex_expression
 
 _EXTRA_DIGITS = 6
-"""Most digits of a number behind those of its bounds."""
+"""Limit on the digits of a number beyond those of its bounds."""
 _EXACT_DIGITS = 15
-"""Decimals of as many digits stay apart, and in order, as Python's floats."""
+"""Decimals with this many digits are distinct, and in order, as Python floats."""
 _ANNOTATIONS = {
     "title",
     "description",
@@ -74,12 +74,12 @@ _FORMATS = {
     "email": r"[a-z0-9]+(?:[._+-][a-z0-9]+)*@[a-z0-9]+(?:-[a-z0-9]+)*(?:\.[a-z0-9]+(?:-[a-z0-9]+)*)+",
     "ipv4": rf"{_OCTET}(?:\.{_OCTET}){{3}}",
 }
-"""Texts of each format: days without the 29th of February, letters in lower case."""
+"""Regex of each format. There is no 29th of February, and letters are in lower case."""
 
 
 def schema_expression(schema: Any, style: Style) -> Expression:
-    """Expression of a schema; raises ``ValueError`` naming what is no schema, or a
-    keyword that is not supported, and where.
+    """Expression of a schema. Raises ``ValueError`` naming a value that is not a
+    schema, or a keyword that is not supported, and its place.
     """
     try:
         Draft202012Validator.check_schema(schema)
@@ -95,13 +95,13 @@ class _Reader:
         self.root = root
         self.style = style
         self.references = ["#"]
-        """References that are being read."""
+        """References that are being read, to detect recursion."""
 
     def read(
         self, schema: Any, path: str, within: list[str] | None = None
     ) -> Expression:
-        """Expression of a schema. ``within``: types of the schema around it, such as of
-        vLLM's schema of a tool's call.
+        """Expression of a schema. ``within``: types that the schema around it allows,
+        as in vLLM's schema of a tool call.
         """
         if schema is True and within is None:
             return self.style.anything()
@@ -209,9 +209,7 @@ class _Reader:
         return target
 
     def _kinds(self, schema: Any) -> set[str]:
-        """Types of JSON that a value may have, as far as the schema, or what it refers
-        to, names them.
-        """
+        """JSON types that a value may have, if the schema or its references name them."""
         if isinstance(schema, dict) and "$ref" in schema:
             schema = self._target(schema["$ref"], "$ref")
         types = self._types(schema, "type", None) if isinstance(schema, dict) else None
@@ -226,9 +224,7 @@ class _Reader:
         if not fields and more is not False:
             return self.style.map(self.read(more, f"{path}/additionalProperties"))
         if not isinstance(more, bool):
-            self.read(
-                more, f"{path}/additionalProperties"
-            )  # never written, but named where it is wrong
+            self.read(more, f"{path}/additionalProperties")  # read only for its errors
         read = {
             name: self.read(field, f"{path}/properties/{name}")
             for name, field in fields.items()
@@ -287,7 +283,7 @@ class _Reader:
             raise ValueError(f"{place}: {error}") from None
 
     def _number(self, schema: dict[str, Any], path: str) -> Expression:
-        """Decimals, without exponent where there is a bound."""
+        """Numbers; with bounds, decimals without exponent."""
         bounds = _bounds(schema)
         exact = (
             n
@@ -329,7 +325,7 @@ def _bounds(schema: dict[str, Any]) -> dict[str, Fraction]:
 
 
 def _bounded(bounds: dict[str, Fraction], places: int) -> Expression:
-    """Decimals within bounds, with so many digits behind the point."""
+    """Decimals within bounds, with this number of digits behind the point."""
     return decimals(
         *integer_range(
             {keyword: bound * 10**places for keyword, bound in bounds.items()}
@@ -341,7 +337,7 @@ def _bounded(bounds: dict[str, Fraction], places: int) -> Expression:
 def integer_range(
     bounds: Mapping[str, Fraction | int],
 ) -> tuple[int | None, int | None]:
-    """The least and the largest integer within bounds, by their keywords; None where
+    """The smallest and the largest integer within bounds, by their keywords; None if
     there is no bound.
     """
     lows = [ceil(bounds[key]) for key in bounds if key == "minimum"]

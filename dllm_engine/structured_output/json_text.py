@@ -1,4 +1,4 @@
-"""JSON texts as expressions; docs/structured_output.md says which."""
+"""JSON texts as expressions (docs/structured_output.md)."""
 
 import json
 from collections.abc import Iterator
@@ -19,9 +19,9 @@ from dllm_engine.structured_output.expression import (
 )
 
 OBJECT_DEPTH = 4
-"""Objects and arrays inside each other in any JSON object, with itself."""
+"""Nesting depth of any JSON object, including itself."""
 VALUE_DEPTH = 2
-"""Objects and arrays inside each other in a value of which a schema says nothing."""
+"""Nesting depth of a value that a schema does not describe."""
 _ESCAPES = {
     '"': '"',
     "\\": "\\",
@@ -33,8 +33,8 @@ _ESCAPES = {
     "\t": "t",
 }
 _PLAIN = ((0x20, 0x21), (0x23, 0x5B), (0x5D, LAST_CODE_POINT))
-"""Characters that a string holds as themselves: neither control characters nor quotes
-and backslashes.
+"""Characters that a string holds unescaped: all but control characters, quotes and
+backslashes.
 """
 _DIGIT = one_of("0123456789")
 INTEGER = (
@@ -49,7 +49,7 @@ NUMBER = (
 
 
 def in_string(expression: Expression) -> Expression:
-    """Spelling of an expression as a JSON string."""
+    """Expression in the spelling of a JSON string."""
     match expression:
         case Chars(ranges):
             plain = (
@@ -114,7 +114,7 @@ class Style:
         return (literal("{"), Listed(items, self.mark(",")), literal("}"))
 
     def map(self, value: Expression) -> Expression:
-        """An object of any keys."""
+        """An object with any keys."""
         return (
             literal("{"),
             Repeated((ANY_STRING, self.mark(":"), value), 0, None, self.mark(",")),
@@ -122,7 +122,7 @@ class Style:
         )
 
     def anything(self, depth: int = VALUE_DEPTH) -> Expression:
-        """Any value with up to ``depth`` objects and arrays inside each other."""
+        """Any value with up to ``depth`` nested objects and arrays."""
         values = [ANY_STRING, NUMBER, *map(literal, ("true", "false", "null"))]
         if depth:
             values += [
@@ -132,7 +132,9 @@ class Style:
         return Either(values)
 
     def constant(self, value: Any) -> Expression:
-        """One value. Raises ``ValueError`` for what JSON has no text for."""
+        """The text of a value. Raises ``ValueError`` for a value that JSON cannot
+        express.
+        """
         if isinstance(value, list):
             return self.tuple(list(map(self.constant, value)))
         if isinstance(value, dict):
@@ -140,13 +142,13 @@ class Style:
                 {name: self.constant(item) for name, item in value.items()}, list(value)
             )
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        text.encode()  # a lone surrogate is no text
+        text.encode()  # a lone surrogate cannot be encoded
         return literal(text)
 
 
 def decimals(low: int | None, high: int | None, places: int) -> Expression:
-    """n / 10^places, written with as many digits behind the point, for integers n from
-    ``low`` to ``high``; without a bound where one is None."""
+    """Numbers n / 10^places with ``places`` digits behind the point, for integers n
+    from ``low`` to ``high``; None: no bound."""
     texts: list[tuple[Expression, ...]] = []
     if high is None or high >= 0:
         texts += _naturals(max(low or 0, 0), high, places)
@@ -167,7 +169,7 @@ def decimals(low: int | None, high: int | None, places: int) -> Expression:
 def _naturals(
     low: int, high: int | None, places: int
 ) -> Iterator[tuple[Expression, ...]]:
-    """Digits of the integers, with at least one before the last ``places``."""
+    """Digits of integers, with at least one digit before the last ``places``."""
     length = max(len(str(low)), places + 1)
     if high is None:
         yield (

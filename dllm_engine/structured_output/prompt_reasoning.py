@@ -1,5 +1,5 @@
-"""Reasoning that a prompt has ended: a prefilled turn of the assistant, or a template
-that switches thinking off.
+"""Detection of reasoning that has ended in the prompt: by a prefilled turn of the
+assistant, or by a template that switches thinking off.
 """
 
 from collections.abc import Sequence
@@ -9,11 +9,10 @@ from typing import Any
 def ends_reasoning(
     prompt_token_ids: Sequence[int], reasoning_parser: Any, tokenizer: Any
 ) -> bool:
-    """Return True if the last marker in the open turn of a prompt is the one that ends
-    reasoning.
+    """Return True if the last marker in the open turn of a prompt ends reasoning.
 
-    vLLM's parsers look for markers that are single tokens. Those of many tokenizers are
-    spelled with several.
+    vLLM's parsers look for markers that are single tokens. Many tokenizers spell them
+    with several.
     """
     start = reasoning_parser.reasoning_start_str
     end = reasoning_parser.reasoning_end_str
@@ -29,8 +28,8 @@ def ends_reasoning(
 def _open_turn(
     prompt_token_ids: Sequence[int], tokenizer: Any, markers: set[str | None]
 ) -> list[int]:
-    """The tokens behind the last special one: special tokens separate turns, if they
-    are no markers themselves.
+    """The tokens behind the last special token. Special tokens separate turns, unless
+    they are markers.
     """
     vocabulary = tokenizer.get_vocab()
     separators = set(tokenizer.all_special_ids) - {

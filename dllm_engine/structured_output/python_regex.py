@@ -1,5 +1,5 @@
-"""Python's regexes as expressions: Python's own parser reads them, and its own matcher
-says which characters a set holds, so a text that an automaton accepts is one that
+"""Python's regexes as expressions. Python's parser reads them, and its matcher
+determines the characters of a set, so an automaton accepts only texts that
 ``re.fullmatch`` matches."""
 
 import re
@@ -34,9 +34,9 @@ _ENDS = [(_constants.AT, at) for at in (_constants.AT_END, _constants.AT_END_STR
 
 
 def regex_expression(pattern: str, *, search: bool = False) -> Expression:
-    """Texts that ``re.fullmatch`` matches, or with ``search`` those in which
-    ``re.search`` finds the pattern and no text after a ``$``. Raises ``ValueError``
-    naming a construct that is not supported."""
+    """Expression of the texts that ``re.fullmatch`` matches, or with ``search`` of the
+    texts in which ``re.search`` finds the pattern, with no text after a ``$``. Raises
+    ``ValueError`` naming a construct that is not supported."""
     edge = Repeated(ANY, 0, None) if search else EMPTY
     try:
         parsed = _parser.parse(pattern)
@@ -54,8 +54,9 @@ def regex_expression(pattern: str, *, search: bool = False) -> Expression:
 def _read(
     nodes: Any, flags: int, left: Expression | None, right: Expression | None
 ) -> Expression:
-    """``left`` and ``right``: what may stand before and behind the nodes, unless an
-    anchor is there; None inside the text, where no anchor may be."""
+    """Expression of nodes. ``left`` and ``right``: texts that may stand before and
+    behind the nodes if there is no anchor; None inside the text, where anchors are not
+    supported."""
     nodes = list(nodes)
     while left is not None and nodes and nodes[0] in _STARTS:
         left = EMPTY
@@ -97,8 +98,7 @@ def _node(
             read = _matched(node, flags)
         case "MAX_REPEAT" | "MIN_REPEAT":
             least, most, item = argument
-            # An anchor is at an end of the text only where the item is there at most
-            # once.
+            # An anchor is at an end of the text only if the item occurs at most once.
             edges = [
                 EMPTY if most == 1 and edge == EMPTY else None for edge in (left, right)
             ]
@@ -113,7 +113,7 @@ def _node(
 
 @lru_cache(maxsize=1024)
 def _matched(node: tuple[Any, Any], flags: int) -> Chars:
-    """Characters that one node matches."""
+    """Characters that a single node matches."""
     state = _parser.State()
     state.flags = flags
     one = _parser.SubPattern(state, [node])

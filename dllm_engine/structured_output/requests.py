@@ -1,6 +1,6 @@
-"""Requests with structured output: an automaton takes the place of vLLM's field and
-travels in ``extra_args``, with one of the reasoning in front, as a reasoning parser of
-vLLM describes it."""
+"""Requests with structured output. An automaton replaces vLLM's field and travels in
+``extra_args``, together with an automaton of the reasoning before the answer, which
+follows a reasoning parser of vLLM."""
 
 import asyncio
 import json
@@ -23,14 +23,14 @@ from dllm_engine.structured_output.compiler import Vocabulary
 from dllm_engine.structured_output.prompt_reasoning import ends_reasoning
 
 LONGEST_GRAMMAR = 1 << 16
-"""Characters of a regex, of the choices or of a schema as JSON. An automaton of more
-would have too many states.
+"""Limit on a regex, or on choices or a schema as JSON, in characters. A longer one
+would give an automaton with too many states.
 """
 _READER = ThreadPoolExecutor(1, "vocabulary")
-"""To read a tokenizer takes a while the first time. vLLM's threads tokenize prompts,
-and those of asyncio end the server."""
+"""Thread that reads tokenizers, which takes a while the first time. vLLM's threads have
+to tokenize prompts, and asyncio's threads are needed to end the server."""
 _SAMPLE_SIZE = 256
-"""Tokens that are decoded to compare."""
+"""Number of tokens that are decoded for the check."""
 _REFUSED = {
     "grammar": "context-free grammars are not supported; use regex, choice or json",
     "structural_tag": "structural tags are not supported; use regex, choice or json",
@@ -43,11 +43,11 @@ _REFUSED = {
 
 
 def grammar_of(structured: StructuredOutputsParams) -> Grammar:
-    """The grammar that a request names. It is read only where its automaton is built,
-    since that may take long.
+    """The grammar of a request. It is parsed only when its automaton is built, because
+    this may take long.
 
     Raises ``InvalidRequestError`` for a kind that is not supported, and for a text that
-    is too long or none.
+    is too long or missing.
     """
     for name, reason in _REFUSED.items():
         if getattr(structured, name) not in (None, False):
@@ -82,7 +82,9 @@ def grammar_of(structured: StructuredOutputsParams) -> Grammar:
 
 
 def schema_text(schema: Any, name: str) -> str:
-    """A schema, or its text, as JSON. Raises ``InvalidRequestError`` where it has none."""
+    """JSON text of a schema, which may be a text already. Raises
+    ``InvalidRequestError`` if it is not JSON.
+    """
     try:
         text = json.dumps(
             json.loads(schema) if isinstance(schema, str) else schema,
@@ -95,8 +97,8 @@ def schema_text(schema: Any, name: str) -> str:
 
 
 def check_size(text: str, name: str, remedy: str) -> None:
-    """Raise ``InvalidRequestError``, which ends with ``remedy``, for a text that is too
-    long to be read.
+    """Raise ``InvalidRequestError`` for a text that is too long. The message ends with
+    ``remedy``.
     """
     if len(text) > LONGEST_GRAMMAR:
         raise InvalidRequestError(
@@ -106,12 +108,12 @@ def check_size(text: str, name: str, remedy: str) -> None:
 
 
 class ReasoningArguments(NamedTuple):
-    """Settings of a request about reasoning. vLLM's front ends give the first two
-    beside the parameters.
+    """A request's settings about reasoning. vLLM's front ends pass the first two beside
+    the parameters.
     """
 
     ended: bool | None = None
-    """True if the response begins behind reasoning; None: the prompt decides."""
+    """True if reasoning has ended before the response; None: the prompt decides."""
     parser: Mapping[str, Any] | None = None
     """Arguments of the request's reasoning parser."""
     budget: int | None = None
@@ -119,15 +121,15 @@ class ReasoningArguments(NamedTuple):
 
     def within(self, length: int) -> "ReasoningArguments":
         """These settings for a response of ``length`` tokens, without a budget that is
-        as long.
+        as large.
         """
         needs_budget = self.budget is not None and self.budget < length
         return self if needs_budget else self._replace(budget=None)
 
 
 def has_grammar(params: Any) -> bool:
-    """Return True if a request asks for a text that an automaton reads: structured
-    output, or a budget of reasoning.
+    """Return True if a request needs an automaton, for structured output or a budget of
+    reasoning.
     """
     fields = (
         getattr(params, name, None)
@@ -137,8 +139,8 @@ def has_grammar(params: Any) -> bool:
 
 
 def with_arguments(params: Any, arguments: Mapping[str, Any]) -> Any:
-    """The parameters with those arguments of ``AsyncLLM.generate`` that are about
-    reasoning.
+    """The parameters, with the arguments of ``AsyncLLM.generate`` about reasoning in
+    ``extra_args``.
     """
     carried = ReasoningArguments(
         arguments.get("reasoning_ended"), arguments.get("reasoning_parser_kwargs")
@@ -151,7 +153,7 @@ def with_arguments(params: Any, arguments: Mapping[str, Any]) -> Any:
 
 
 def arguments_in(params: SamplingParams) -> ReasoningArguments:
-    """Arguments noted by ``with_arguments``, and the budget."""
+    """The arguments that ``with_arguments`` has stored, and the budget."""
     given = (params.extra_args or {}).get(REASONING)
     arguments = given if isinstance(given, ReasoningArguments) else ReasoningArguments()
     return arguments._replace(budget=params.thinking_token_budget)
@@ -164,11 +166,11 @@ def reasoning_before(
     vllm_config: Any,
     is_free: bool = False,
 ) -> Grammar | None:
-    """The grammar of the reasoning that a response begins with; None where it begins
-    with its answer. ``is_free``: any text may be the answer.
+    """The grammar of the reasoning at the start of a response; None if the response
+    starts with its answer. ``is_free``: the answer may be any text.
 
-    Raises ``InvalidRequestError`` where the parser does not suit the tokenizer, or does
-    not say what ends reasoning.
+    Raises ``InvalidRequestError`` if the parser does not suit the tokenizer, or does
+    not name the text that ends reasoning.
     """
     settings = vllm_config.structured_outputs_config
     is_included = settings.enable_in_reasoning and not is_free
@@ -181,7 +183,7 @@ def reasoning_before(
             settings.reasoning_parser, settings.reasoning_parser_plugin
         )
         parser = parser_class(tokenizer, **(arguments.parser or {}))
-    except Exception as error:  # each parser raises its own
+    except Exception as error:  # each parser raises other errors
         raise InvalidRequestError(f"{about} fails: {error}") from error
     if arguments.ended is None and (
         parser.is_reasoning_end(prompt_token_ids)
@@ -218,8 +220,8 @@ async def prepare(
     tokenizer: Any,
     vllm_config: Any,
 ) -> None:
-    """Build the automata of these prompts' requests without holding up the event loop.
-    Raises as ``constrained``.
+    """Build the automata for requests with these prompts without blocking the event
+    loop. Raises as ``constrained``.
     """
     for grammar in _grammars_of_all(
         structured, prompts, arguments, tokenizer, vllm_config
@@ -234,7 +236,7 @@ def is_prepared(
     tokenizer: Any,
     vllm_config: Any,
 ) -> bool:
-    """Return True if the automata are there, so that ``constrained`` need not wait."""
+    """Return True if the automata are cached, so that ``constrained`` does not wait."""
     grammars = _grammars_of_all(structured, [prompt], arguments, tokenizer, vllm_config)
     return all(
         is_kept(build_input(grammar, tokenizer, vllm_config)) for grammar in grammars
@@ -248,8 +250,8 @@ def _grammars_of_all(
     tokenizer: Any,
     vllm_config: Any,
 ) -> list[Grammar]:
-    """Grammars of requests with these prompts. What follows a prompt that is not
-    rendered yet is not known.
+    """Grammars of requests with these prompts. For a prompt that is not rendered yet,
+    reasoning is unknown.
     """
     grammars = [] if structured is None else [grammar_of(structured)]
     for prompt in prompts:
@@ -284,9 +286,7 @@ def _grammars_of(
 
 
 async def reading(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function that reads a tokenizer or a schema in a thread that has no other
-    work.
-    """
+    """Call a function that reads a tokenizer or a schema, in a thread for this purpose."""
     return await asyncio.get_running_loop().run_in_executor(_READER, function, *args)
 
 
@@ -297,13 +297,13 @@ def constrained(
     tokenizer: Any,
     vllm_config: Any,
 ) -> SamplingParams:
-    """The parameters with an automaton in place of ``structured_outputs``, of which
-    vLLM would make a matcher of its own; and with one of the reasoning before it, if
-    the response of ``length`` tokens begins with that. A budget of reasoning is left
-    out where there is nothing to bound.
+    """The parameters with an automaton in place of ``structured_outputs``, so that vLLM
+    makes no matcher, and with an automaton of the reasoning at the start of the
+    response, if there is any. ``length``: tokens of the response. A budget of reasoning
+    is dropped if there is nothing to limit.
 
     Raises as ``grammar_of``, ``vocabulary_of``, ``built`` and ``reasoning_before``, and
-    for a budget that cannot hold.
+    for a budget that cannot be enforced.
     """
     if not has_grammar(params):
         return params
@@ -337,7 +337,7 @@ def _check_budget(
     tokenizer: Any,
     vllm_config: Any,
 ) -> None:
-    """Raise ``InvalidRequestError`` where reasoning cannot be told from the answer."""
+    """Raise ``InvalidRequestError`` if reasoning and answer cannot be told apart."""
     settings = vllm_config.structured_outputs_config
     reason = ""
     if not settings.reasoning_parser:
@@ -376,11 +376,11 @@ def build_input(grammar: Grammar, tokenizer: Any, vllm_config: Any) -> BuildInpu
 
 @lru_cache(maxsize=4)
 def vocabulary_of(tokenizer: TokenizerLike | None, vocab_size: int) -> Vocabulary:
-    """The tokenizer's bytes, for as many tokens as the model predicts; reading them
-    takes a while the first time.
+    """The bytes of the tokenizer's tokens, for as many tokens as the model predicts.
+    Reading them takes a while the first time.
 
-    Raises ``InvalidRequestError`` for a tokenizer whose text is not the bytes of its
-    tokens, end to end (``tokenizer`` is None with ``skip_tokenizer_init``).
+    Raises ``InvalidRequestError`` for a tokenizer whose texts are not the concatenated
+    bytes of their tokens. ``tokenizer`` is None with ``skip_tokenizer_init``.
     """
     if tokenizer is None:
         raise InvalidRequestError(
@@ -393,7 +393,7 @@ def vocabulary_of(tokenizer: TokenizerLike | None, vocab_size: int) -> Vocabular
     from xgrammar import (
         TokenizerInfo,
         VocabType,
-    )  # takes a while, for structured output alone
+    )  # slow, and only structured output needs it
 
     vocabulary = TokenizerInfo.from_huggingface(
         tokenizer, vocab_size=vocab_size, stop_token_ids=0
@@ -405,7 +405,7 @@ def vocabulary_of(tokenizer: TokenizerLike | None, vocab_size: int) -> Vocabular
         b"" if number in added else text
         for number, text in enumerate(vocabulary.decoded_vocab)
     ]
-    # A sample of tokens decodes to its bytes, alone and together.
+    # Check that a sample of tokens decodes to its bytes, alone and together.
     used = [
         number
         for number, text in enumerate(spelled)
@@ -422,7 +422,7 @@ def vocabulary_of(tokenizer: TokenizerLike | None, vocab_size: int) -> Vocabular
 
 @lru_cache(maxsize=4)
 def serialized_tokenizer(tokenizer: TokenizerLike) -> bytes:
-    """A fast tokenizer, to be sent to a process that imports little."""
+    """A fast tokenizer as bytes, for a process that imports little."""
     serialized: str = tokenizer.backend_tokenizer.to_str()
     return serialized.encode()
 

@@ -1,5 +1,5 @@
-"""``tool_choice`` of requests over HTTP. Calls that must be made are JSON by a schema
-that the answer matches; a tool parser finds those that the model is free to make."""
+"""``tool_choice`` of requests over HTTP. Required calls are JSON by a schema that the
+answer matches. A tool parser finds the calls of a model that is free to make them."""
 
 import shlex
 from argparse import Namespace
@@ -27,13 +27,12 @@ HERMES = "hermes"
 ``<tool_call>`` and ``</tool_call>``.
 """
 _OTHER_FORMS = ("<function=", "<arg_key>")
-"""What templates have between these markers where a call is not JSON."""
+"""Texts between these markers in templates whose calls are not JSON."""
 
 
 class MadeCalls(ToolParser):
-    """Base of the parser that a server has: calls that must be made are JSON by a
-    schema. vLLM makes structural tags of them for many parsers, which are not
-    supported."""
+    """Base class of a server's tool parser: required calls are JSON by a schema. For
+    many parsers vLLM would use structural tags, which are not supported."""
 
     structural_tag_model = None
     supports_required_and_named = True
@@ -41,15 +40,15 @@ class MadeCalls(ToolParser):
     def adjust_request(self, request: Any) -> Any:
         if request.tools and request.tool_choice == "auto":
             return super().adjust_request(request)
-        # Not the parser's own: it may ask for its model's own format.
+        # Not the parser's method, which may ask for the format of its model.
         return ToolParser.adjust_request(self, request)
 
 
 class NoCalls(ToolParser):
-    """Parser of a server that does not know how its model writes calls."""
+    """Parser of a server that does not know the form in which its model writes calls."""
 
     command = ""
-    """Starts a server that knows."""
+    """Command that starts a server with a tool parser."""
 
     def adjust_request(self, request: Any) -> Any:
         raise InvalidRequestError(
@@ -77,8 +76,8 @@ class NoCalls(ToolParser):
 
 
 def parser_for(template: str | None) -> str | None:
-    """The tool parser for the form of calls that a chat template describes; None where
-    it describes none, or one that no diffusion model has so far."""
+    """The tool parser for the form of calls that a chat template describes; None if it
+    describes no calls, or a form that no diffusion model has so far."""
     if template is None or any(form in template for form in _OTHER_FORMS):
         return None
     return (
@@ -92,7 +91,8 @@ def chat_template(args: Namespace, model_config: ModelConfig) -> str | None:
     """The template of a server's chats with tools."""
     if model_config.skip_tokenizer_init:
         return None
-    from vllm.renderers.hf import resolve_chat_template  # imports much
+    # Imported here, because it imports much.
+    from vllm.renderers.hf import resolve_chat_template
 
     tokenizer = cached_tokenizer_from_config(model_config)
     return resolve_chat_template(
@@ -104,11 +104,11 @@ def chat_template(args: Namespace, model_config: ModelConfig) -> str | None:
 
 
 def serve_tool_calls(args: Namespace, model_config: ModelConfig) -> None:
-    """Change the arguments of ``vllm serve`` so that it answers every ``tool_choice``;
-    ``"auto"`` only if the arguments name a parser, or the chat template describes the
-    form of calls.
+    """Change the arguments of ``vllm serve`` so that it answers every ``tool_choice``.
+    ``"auto"`` works only if the arguments name a parser, or the chat template describes
+    the form of calls.
 
-    vLLM asks for a parser even where the answer is JSON.
+    vLLM needs a parser even if the answer is JSON.
     """
     named = args.tool_call_parser
     if named is None and (described := parser_for(chat_template(args, model_config))):
@@ -136,7 +136,9 @@ def serve_tool_calls(args: Namespace, model_config: ModelConfig) -> None:
 
 
 def _name_for_clients(model: str) -> str:
-    """A model as a command names it; no folder, since vLLM tells clients no paths."""
+    """Name of a model in a command that clients see. Folders are hidden, because vLLM
+    tells clients no paths.
+    """
     demo = next((name for name, folder in DEMO_MODELS.items() if folder == model), None)
     if demo is not None:
         return demo

@@ -1,3 +1,3 @@
-"""The rules of parallel unmasking that this package brings. An entry point in
-``pyproject.toml`` names each of ``rules.py``.
+"""The rules of parallel unmasking of this package. An entry point in ``pyproject.toml``
+names each rule of ``rules.py``.
 """

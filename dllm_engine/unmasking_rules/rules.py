@@ -21,12 +21,11 @@ THRESHOLD = UnmaskingRule(
     else_counted=True,
     tuned=(0.95, 0.9, 0.8, 0.65),
 )
-"""Fast-dLLM's (arXiv 2505.22618).
-"""
+"""Rule of Fast-dLLM (arXiv 2505.22618)."""
 EXCEEDED_THRESHOLD = UnmaskingRule(
     "probability", _SELECTION + "above", else_counted=True
 )
-"""ES-dLLM's (arXiv 2603.10088) in place of ``threshold``."""
+"""Rule of ES-dLLM (arXiv 2603.10088) in place of ``threshold``."""
 FACTOR = UnmaskingRule(
     "probability",
     _SELECTION + "within_factor",
@@ -36,7 +35,7 @@ FACTOR = UnmaskingRule(
     "``low_confidence`` and ``maskgit_plus``; other policies are refused.",
     tuned=(0.5, 1.0, 2.0),
 )
-"""Fast-dLLM's."""
+"""Rule of Fast-dLLM."""
 ENTROPY_BOUND = UnmaskingRule(
     "entropy",
     _SELECTION + "within_bound",
@@ -46,7 +45,7 @@ ENTROPY_BOUND = UnmaskingRule(
     "``entropy`` and ``low_entropy``.",
     tuned=(0.1, 0.5, 1.5),
 )
-"""EB-Sampler's (arXiv 2505.24857)."""
+"""Rule of EB-Sampler (arXiv 2505.24857)."""
 ENTROPY_BUDGET = UnmaskingRule(
     "entropy",
     _SELECTION + "within_budget",
@@ -74,11 +73,11 @@ ENTROPY_THRESHOLD = UnmaskingRule(
     untempered=True,
     tuned=(0.2, 0.5, 1.0),
 )
-"""d3LLM's (arXiv 2601.07568)."""
+"""Rule of d3LLM (arXiv 2601.07568)."""
 STRICT_ENTROPY_THRESHOLD = UnmaskingRule(
     "entropy", _SELECTION + "entropy_below", untempered=True, may_pass_none=True
 )
-"""d3LLM's for some families, in place of ``entropy_threshold``."""
+"""Rule of d3LLM for some families, in place of ``entropy_threshold``."""
 
 
 def _checked_slow_fast(value: Any) -> Any:
@@ -103,4 +102,4 @@ SLOW_FAST = UnmaskingRule(
     untempered=True,
     in_spans=True,
 )
-"""SlowFast sampling's (arXiv 2506.10848)."""
+"""Rule of SlowFast sampling (arXiv 2506.10848)."""
