@@ -381,10 +381,11 @@ def _with_guide(options: EngineOptions, model: str) -> tuple[EngineOptions, list
         return options, []
     from transformers import AutoTokenizer
 
+    # Imported here, because it imports vLLM.
     from dllm_engine.model_executor.guide.sizes import (
         guide_config,
         guide_shape,
-    )  # imports vLLM
+    )
     from dllm_engine.model_executor.models.configs import (
         parse_config,
         register_tokenizers,

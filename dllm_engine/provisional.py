@@ -89,9 +89,8 @@ class BlockReader:
         self._special = (
             None if tokenizer is None else frozenset(tokenizer.all_special_ids)
         )
-        self._decode = cache(
-            lambda tokens: tokenizer.decode(list(tokens))
-        )  # each step reads the same tokens again
+        # Cached, because each step reads the same tokens again.
+        self._decode = cache(lambda tokens: tokenizer.decode(list(tokens)))
 
     def read(self, message: dict[str, Any]) -> ProvisionalBlock:
         """The running blocks in a message about a step."""

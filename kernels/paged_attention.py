@@ -169,9 +169,10 @@ def _paged_attention(
             continue
         keys, values, numbers = _retained(request, tokens)
         if attend_fresh:
+            # Rows of the request are numbered behind its tokens in pages.
             fresh_numbers = tokens.head_len[request, :, None] + torch.arange(
                 last - first
-            )  # behind the tokens in pages
+            )
             keys, values = (
                 torch.cat((x, y[first:last].transpose(0, 1)), 1)
                 for x, y in ((keys, k), (values, v))

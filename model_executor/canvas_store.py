@@ -150,9 +150,8 @@ class Canvas:
         before ``final`` that follow no mask, up to the first end token or the last
         complete block."""
         last = min(final, self.layout.response_span.stop)
-        if (
-            self.sent < last and self.known[self.sent] < 0
-        ):  # true after most steps, and cheap to check
+        # True after most steps, and cheap to check.
+        if self.sent < last and self.known[self.sent] < 0:
             return np.arange(0)
         masked = np.flatnonzero(self.known[self.sent : last] < 0)
         decided = self.sent + int(masked[0]) if masked.size else last

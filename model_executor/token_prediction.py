@@ -385,9 +385,8 @@ class _Chunk:
             token_logit = measured.gather(-1, column[:, None])[:, 0].float()
         token = column + self.first_token
         if self.sharded:
-            winner = self._gather(best).argmax(
-                dim=0, keepdim=True
-            )  # the lowest rank on a tie
+            # The lowest rank wins a tie.
+            winner = self._gather(best).argmax(dim=0, keepdim=True)
             token, token_logit = (
                 self._gather(values).gather(0, winner)[0]
                 for values in (token, token_logit)

@@ -100,9 +100,8 @@ class WarmUp:
         runner = self.runner
         graphs = runner.use_graphs(record)
         try:
-            self._answer(
-                self.spec(self.longest), 1, STEPS_OF_LONGEST
-            )  # records the graphs that requests with the defaults need
+            # This records the graphs that requests with the defaults need.
+            self._answer(self.spec(self.longest), 1, STEPS_OF_LONGEST)
             for size in tqdm(
                 self._forward_sizes(graphs),
                 desc="Recording steps",

@@ -1,5 +1,5 @@
-"""Cases of the kernels: each calls one with drawn numbers, and returns what it computes
-or writes.
+"""Test cases of the kernels. Each calls a kernel with random numbers, and returns its
+results.
 """
 
 import itertools
@@ -29,8 +29,8 @@ PAGED = (
     ([40, 17], [600, 41]),
     ([260, 40], [99, 41]),
 )
-"""Rows of each request, and its tokens in pages: 1, 4 and 7 heads share one; all tiles,
-with and without splits.
+"""Rows of each request, and its tokens in pages: 1, 4 and 7 query heads share a KV
+head; all tiles, with and without splits.
 """
 Results = list[Tensor]
 PagedCase = tuple[Tensor, Tensor, Tensor, Tensor, PagedTokens]
@@ -48,8 +48,8 @@ class Sizes(NamedTuple):
 
 
 class Draw:
-    """Draws the same numbers whatever the device, rounded to ``dtype``, in tensors of type
-    ``stored``.
+    """Random numbers that do not depend on the device, rounded to ``dtype``, in tensors
+    of type ``stored``.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Draw:
         )
 
     def slots(self, pages: Tensor, *shape: int) -> Tensor:
-        """Different slots of ``pages``, and −1 for about a quarter of them."""
+        """Distinct slots of ``pages``, with −1 for about a quarter of them."""
         order = torch.randperm(
             pages.shape[0] * pages.shape[1], generator=self.generator
         )[: torch.Size(shape).numel()]
@@ -99,7 +99,7 @@ def paged_case(
 ) -> PagedCase:
     """Arguments of ``paged_attention``: requests of ``rows[r]`` rows and
     ``retained[r][h]`` tokens of KV head h. Slots without a token hold NaN. ``packed``:
-    a range of slots for each head; else token-major, with gaps."""
+    packed layout; else token-major, with gaps."""
     heads, kv_heads, dim, *_, page_size = draw.sizes
     num_slots = page_size * kv_heads
     head_len = torch.tensor(retained, dtype=torch.int32)
@@ -189,7 +189,8 @@ def use_slots(draw: Draw) -> Results:
     sums = similarity.replace_and_compare(keys, pool[:, 1], targets)
     written = pool[1:, 1].clone()
     pages.write_kv(keys, values, pool[:, 0], pool[:, 1], targets)
-    numbers = draw.integers(1, 9, 6 * ROWS).float().view(3, 2, ROWS)  # many are equal
+    # Of few values, so that many are equal.
+    numbers = draw.integers(1, 9, 6 * ROWS).float().view(3, 2, ROWS)
     some = torch.arange(ROWS - 1, -1, -2, device=draw.device)
     pages.write_kv(values[1::2], keys[1::2], pool[:, 0], pool[:, 1], targets, some)
     results = [sums, written, pool[1:]]
@@ -210,10 +211,11 @@ def use_slots(draw: Draw) -> Results:
 
 def rotate(draw: Draw) -> Results:
     q, k = draw.queries_and_keys()
+    # Rotate a whole head, and a part of it.
     for rotary_dim in (
         draw.sizes.head_dim,
         draw.sizes.head_dim // 4 * 2,
-    ):  # of a head, and of a part of it
+    ):
         frequencies = 500_000.0 ** (-torch.arange(0, rotary_dim, 2) / rotary_dim)
         table = rotary.rotary_table(2048, frequencies).to(draw.device)
         rotary.rotate_(q, draw.integers(0, 2048, ROWS), table)
@@ -223,11 +225,12 @@ def rotate(draw: Draw) -> Results:
 
 def vote(draw: Draw) -> Results:
     q, k = draw.queries_and_keys()
+    # About the log of the sum of ROWS exponentials.
     votes = (
         q[-32:],
         k,
         draw.normal(32, draw.sizes.num_heads).float() + 6.0,
-    )  # about the log of a sum of ROWS scores
+    )
     results = [attention_scores.voting_scores(*votes)]
     for rows, lengths in PAGED:
         q, _, _, bounds, tokens = paged_case(
@@ -259,10 +262,11 @@ def use_features(draw: Draw) -> Results:
 
 def predict(draw: Draw) -> Results:
     logits = draw.normal(8, draw.sizes.vocab_size) * 4
+    # Many ties; the forbidden token is the likeliest.
     logits[0], logits[1, 3] = (
         logits[0].round(),
         50.0,
-    )  # many ties; the token that may not be drawn is the likeliest
+    )
     counters = sampling.Counters(
         draw.integers(-(2**63), 2**63 - 1, 8), *draw.integers(0, 500, 16).view(2, 8)
     )
@@ -271,8 +275,8 @@ def predict(draw: Draw) -> Results:
         sampling.filtered_logits(logits, 0.7, p, k, 3)
         for p, k in ((0.9, 0), (0.9, 50), (1.0, 50))
     )
-    # Which token is the last of top-p may be a matter of rounding; what all of them
-    # weigh is not.
+    # Rounding may decide which token is the last of top-p, but not the total weight of
+    # the kept tokens.
     filtered = top_p.logsumexp(dim=-1), both.logsumexp(dim=-1), top_k.clamp(min=-100)
     return [
         *token_statistics.token_statistics(
@@ -291,7 +295,7 @@ BY_HEADS: dict[str, Case] = {
     "rotate_": rotate,
     "voting_scores, summed_probabilities": vote,
 }
-"""Cases that depend on the sizes of heads, by the names of their kernels."""
+"""Cases that depend on head sizes, by the names of their kernels."""
 OTHERS: dict[str, Case] = {
     "add_or_renew_features": use_features,
     "token_statistics, gumbel_max, filtered_logits": predict,

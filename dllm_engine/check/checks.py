@@ -30,14 +30,14 @@ BOUNDS = {
     torch.float16: 2e-3,
     torch.bfloat16: 1e-2,
 }
-"""Largest error that rounding explains, by the type of the result."""
+"""Largest error that rounding can explain, by the type of the result."""
 ANSWERS = Path(__file__).parent / "answers.json"
 """The answers of each cache method on a CPU. ``python -m tests.cli.test_check`` writes
 them anew.
 """
 SETTINGS = json.loads((Path(__file__).parent / "settings.json").read_text())
-"""The engine's, with cache options by which prompts as short as these are refreshed and
-evicted.
+"""Engine options by method, with cache options that refresh and evict even short
+prompts.
 """
 Run = Callable[[], tuple[float, float]]
 Check = tuple[str, str, Run]
@@ -49,8 +49,8 @@ its bound.
 def kernel_checks(
     device: str, sizes: Sizes, cases: Mapping[str, Case]
 ) -> Iterator[Check]:
-    """Every case in each type. The CPU computes in float64 where it can, else in
-    float32, from the same numbers.
+    """Checks of every case in each type. The CPU computes from the same numbers, in
+    float64 if it can, else in float32.
     """
     heads = f"{sizes.num_heads} heads of {sizes.head_dim} share {sizes.num_kv_heads}"
 
@@ -72,9 +72,9 @@ def kernel_checks(
 def compare(
     actual: Sequence[Tensor], expected: Sequence[Tensor]
 ) -> tuple[float, float]:
-    """Error and bound of the result that is closest to its bound, or beyond it: the
-    largest difference over the largest expected number. Infinities and NaN must be in
-    the same places."""
+    """Error and bound of the result that is closest to its bound or exceeds it most.
+    The error is the largest difference, relative to the largest expected number.
+    Infinities and NaN must be in the same places."""
     errors = []
     for result, right in zip(actual, expected, strict=True):
         if result.shape != right.shape:
@@ -96,8 +96,8 @@ def compare(
 
 
 def answer_checks(device: str) -> Iterator[Check]:
-    """Each cache method of this package; on GPUs with recorded steps too, and on two of
-    them.
+    """Checks of answers with each cache method of this package; on GPUs also with
+    recorded steps, and on two GPUs.
     """
     on_gpu = device == "cuda"
     for method in CACHE_METHODS.own:
@@ -118,7 +118,7 @@ def answer_checks(device: str) -> Iterator[Check]:
 
 
 def _compare_answers(method: str, **settings: Any) -> tuple[float, float]:
-    """The number of answers that differ; none may."""
+    """Number of answers that differ, and its bound 0."""
     answers = answers_of(method, **settings)
     stored = json.loads(ANSWERS.read_text())[method]
     return sum(
@@ -127,9 +127,9 @@ def _compare_answers(method: str, **settings: Any) -> tuple[float, float]:
 
 
 def answers_of(method: str, **settings: Any) -> list[list[Any]]:
-    """Tokens of two responses of one batch, one of them sampled, and the positions that
-    each step unmasked. Prompts are random tokens: asked what it was trained on, the
-    model answers right even with a cache that is wrong."""
+    """Tokens of two responses in one batch, one of them sampled, and the positions that
+    each step unmasked. Prompts are random tokens, because the model answers trained
+    prompts right even with a wrong cache."""
     from dllm_engine.llm import LLM
 
     model = DEMO_MODEL if method in methods_for("full") else DEMO_BLOCKS
@@ -149,9 +149,10 @@ def answers_of(method: str, **settings: Any) -> list[list[Any]]:
         prompts = []
         for length, seed in ((50, 2), (20, 0)):
             draw = random.Random(seed)
+            # Prompts have no special tokens.
             prompts.append(
                 {"prompt_token_ids": [draw.randrange(4, 512) for _ in range(length)]}
-            )  # no special tokens
+            )
         completions = [
             output.outputs[0]
             for output in llm.generate(prompts, params, use_tqdm=False)
@@ -161,15 +162,15 @@ def answers_of(method: str, **settings: Any) -> list[list[Any]]:
             for each in completions
         ]
     finally:
-        llm.llm_engine.engine_core.shutdown()  # a device holds one engine at a time
+        llm.llm_engine.engine_core.shutdown()  # memory for the next
         del llm
         gc.collect()
-        # VLLM measures what the device has free; without a GPU this does nothing.
+        # vLLM measures free device memory. Without a GPU this does nothing.
         torch.cuda.empty_cache()
 
 
 def outcome_of(name: str, case: str, run: Run) -> dict[str, Any]:
-    """Result, error, bound and seconds of a check; reason and traceback of its
+    """Result, error, bound and seconds of a check, or the reason and traceback of its
     exception.
     """
     start, error, bound, reason, trace = time.perf_counter(), torch.inf, 0.0, "", ""
@@ -193,8 +194,8 @@ def outcome_of(name: str, case: str, run: Run) -> dict[str, Any]:
 
 
 def as_table(outcomes: Iterable[dict[str, Any]]) -> str:
-    """A line for neighbours of a name that went alike, with the case that is closest to
-    its bound or beyond it.
+    """Table with one line for neighbouring checks of the same name and result, with the
+    case that is closest to its bound or exceeds it most.
     """
     rows = [("CHECK", "CASE", "ERROR", "BOUND", "TIME", "RESULT")]
     for (name, result), group in groupby(

@@ -1,9 +1,10 @@
 """The command ``dllm``.
 
 Each subcommand is a file: its docstring is the command's help, ``add_arguments``
-declares its arguments, and ``run`` prints and returns the exit status. They share
-``arguments.py`` and ``engine.py``.
+declares its arguments, and ``run`` prints the results and returns the exit status.
+Commands share ``arguments.py`` and ``engine.py``.
 """
 
 TRACEBACK_VARIABLE = "DLLM_TRACEBACK"
-"""Variable with which an error of a command is raised, not printed as one line."""
+"""Environment variable that makes commands raise errors instead of printing one line.
+"""

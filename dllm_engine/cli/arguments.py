@@ -1,4 +1,4 @@
-"""The syntax of arguments: that of vLLM's command line, without importing vLLM."""
+"""Syntax of command-line arguments. It is that of vLLM, without importing vLLM."""
 
 import argparse
 import itertools
@@ -17,19 +17,19 @@ from dllm_engine.request_options.unmasking import PARALLEL_OPTIONS
 from dllm_engine.text import assignments, choices, did_you_mean
 
 DENOISING = tuple(name for name in DEFAULTABLE_OPTIONS if name != "retention_ratio")
-"""Arguments about how a response is denoised, under the names of request options."""
+"""Arguments about denoising, with the names of request options."""
 RULES = (*COUNT_OPTIONS, *PARALLEL_OPTIONS)
-"""Options that say how many tokens a step fills."""
+"""Options that determine the number of tokens that a step fills."""
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Accepts options with underscores too (``--cache_method``); an error is one line,
-    with the closest known name.
+    """Parser that also accepts options with underscores (``--cache_method``). An error
+    is one line, with the closest known name.
     """
 
     expand: "Callable[[CommandParser, list[str]], list[str]] | None" = None
-    """Changes the words of a command line before they are
-    read; raises ``ValueError``.
+    """Changes the words of a command line before they are parsed. May raise
+    ``ValueError``.
     """
 
     def parse_known_args(  # type: ignore[override]
@@ -68,8 +68,8 @@ class CommandParser(argparse.ArgumentParser):
             )
 
     def _with_dashes(self, word: str) -> str:
-        """``word`` with dashes if it is an option of this parser; vLLM's own options
-        may have underscores.
+        """``word`` with dashes if it is an option of this parser. Options of vLLM may
+        have underscores.
         """
         name, equals, value = word.partition("=")
         dashed = name.replace("_", "-")
@@ -79,7 +79,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def stated_arguments(flags: Sequence[str]) -> dict[str, str]:
-    """The values of ``flags`` by name, as text. The last one of a name counts;
+    """The values of ``flags`` by name, as text. The last value of a name counts;
     ``--a.b`` counts as ``a``.
     """
     stated = {}
@@ -93,8 +93,8 @@ def stated_arguments(flags: Sequence[str]) -> dict[str, str]:
 
 
 def whole_number(text: str) -> int:
-    """``8192``, or as in vLLM ``8k`` (8 × 1000) or ``8K`` (8 × 1024), also with m, g
-    and t.
+    """Parse ``8192``, or as in vLLM ``8k`` (8 × 1000) or ``8K`` (8 × 1024), also with
+    m, g and t.
     """
     if match := re.fullmatch(r"(-?\d+(?:\.\d+)?)([kmgt]?)", text, re.IGNORECASE):
         number, suffix = Fraction(match[1]), match[2]
@@ -122,9 +122,7 @@ def positive_ints(text: str) -> list[int]:
 
 
 def json_value(text: str) -> Any:
-    """``text`` as JSON if it is JSON, as a number if it is one like ``8k``, else as it
-    is.
-    """
+    """Parse ``text`` as JSON, or as a number such as ``8k``; else return it unchanged."""
     for read in (json.loads, whole_number):
         with suppress(ValueError, argparse.ArgumentTypeError):
             return read(text)
@@ -132,7 +130,7 @@ def json_value(text: str) -> Any:
 
 
 def key_value(text: str) -> tuple[str, Any]:
-    """``KEY=VALUE`` with a ``json_value``."""
+    """Parse ``KEY=VALUE`` with a ``json_value``."""
     key, equals, value = text.partition("=")
     if not key or not equals:
         raise argparse.ArgumentTypeError(f"{text!r} must have the form KEY=VALUE")
@@ -151,9 +149,7 @@ _READ: dict[Any, tuple[Any, str]] = {
 def add_options(
     group: argparse._ActionsContainer, options: type[BaseModel], names: Iterable[str]
 ) -> None:
-    """Options as arguments, with what their model says of each; None where it is not
-    given.
-    """
+    """Add options as arguments, with their descriptions as help. The default is None."""
     for name in names:
         field = options.model_fields[name]
         kind = field.annotation
@@ -190,24 +186,24 @@ def add_value(
     help: str,
     **more: Any,
 ) -> None:
-    """An option with a value; ``names`` has spaces between. The help ends with the
-    default in ``more``.
+    """Add an option with a value. ``names`` are separated by spaces. The help ends with
+    the default in ``more``.
     """
     help += " (default: %(default)s)" if more.get("default") else ""
     group.add_argument(*names.split(), type=read, metavar=metavar, help=help, **more)
 
 
 def split_names(text: str) -> list[str]:
-    """Split at the commas before a name, not at those within a value
+    """Split at commas before a name, not within a value
     (``es_dllm:keep_schedule=[[1,0],[0.5,0.25]]``).
     """
     return re.split(r",(?=[a-z])", text)
 
 
 def parse_method(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """A cache method and its options: ``sparse``,
-    ``sparse:retention_ratio=0.25+pool_kernel_size=1``; several values,
-    ``sparse:retention_ratio=0.25:0.5``, are as many methods with each other option."""
+    """Parse a cache method and its options: ``sparse``,
+    ``sparse:retention_ratio=0.25+pool_kernel_size=1``. Several values,
+    ``sparse:retention_ratio=0.25:0.5``, give one method for each combination."""
     method, _, given = text.partition(":")
     chosen = []
     for option in filter(None, given.split("+")):
@@ -221,9 +217,9 @@ def parse_method(text: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def parse_rule(text: str) -> tuple[str | None, dict[str, Any]]:
-    """A way of unmasking as a guide's model, or None, and request options: ``one``, a
-    policy, or options such as ``threshold=0.9+block_add_threshold=0.2``, with a guide
-    ``guided=MODEL+guide_top_k=2``."""
+    """Parse a way of unmasking into a guide's model (or None) and request options:
+    ``one``, a policy, or options such as ``threshold=0.9+block_add_threshold=0.2``;
+    with a guide ``guided=MODEL+guide_top_k=2``."""
     first, *parts = text.split("+")
     options: dict[str, Any] = (
         {"unmasking": first} if first in UNMASKING_POLICIES else {}
@@ -241,7 +237,7 @@ def parse_rule(text: str) -> tuple[str | None, dict[str, Any]]:
 
 
 def as_words(options: dict[str, Any]) -> list[str]:
-    """Options as words of ``dllm serve``."""
+    """Options as words of a ``dllm serve`` command."""
     words = []
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"

@@ -151,7 +151,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def shared_workloads(args: argparse.Namespace) -> list[Workload]:
-    """The second of two requests, and chats, for each length of prompts."""
+    """Workloads with shared prompts, for each length: the second of two requests, and
+    chats.
+    """
     shared = args.shared_prompt
     workloads: list[Workload] = []
     if shared >= min(args.prompt):
@@ -171,9 +173,7 @@ def shared_workloads(args: argparse.Namespace) -> list[Workload]:
 def with_and_without_sharing(
     args: argparse.Namespace, combined: Sequence[Combination]
 ) -> list[Combination]:
-    """Each combination without shared pages, and with them where its method has
-    some.
-    """
+    """Each combination without shared pages, and with them if the method supports it."""
     by_blocks = load_config(args.model).family.attention_block is not None
     shares = {"share_prompts": True} if not by_blocks else {}
     without = {"share_prompts": False, "anchor_tokens": 0}

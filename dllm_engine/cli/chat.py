@@ -32,8 +32,8 @@ DEMO_HINT = (
 )
 PROMPT = "> "
 ALTERNATE_SCREEN, MAIN_SCREEN, CLEAR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[H\x1b[J"
-"""An answer is drawn on the alternate screen, where text may wrap and scroll, and then
-printed on the main one.
+"""An answer is drawn on the alternate screen, where text may wrap and scroll, and is
+then printed on the main screen.
 """
 
 
@@ -54,14 +54,13 @@ def run(args: argparse.Namespace) -> int:
     params.stream_granularity = "step" if on_terminal else None
     if on_terminal:
         with suppress(ImportError):
-            import readline  # noqa: F401  input() edits lines and remembers them once it is loaded
+            import readline  # noqa: F401 - history of input()
         print(HELP)
         if args.model in DEMO_MODELS:
             print(DEMO_HINT)
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(
-            errors="surrogateescape"
-        )  # `is_text` finds bytes that are not UTF-8
+        # `is_text` detects invalid UTF-8.
+        sys.stdin.reconfigure(errors="surrogateescape")
     messages: list[Message] = []
     while True:
         try:
@@ -99,8 +98,8 @@ def answer(
     *,
     on_terminal: bool,
 ) -> None:
-    """Print the answer to a message, on a terminal while it is denoised. Both are kept
-    in ``messages`` unless the answer fails or is stopped."""
+    """Print the answer to a message; on a terminal while it is denoised. Message and
+    answer are appended to ``messages``, unless the answer fails or is stopped."""
     from vllm.exceptions import VLLMClientError
 
     from dllm_engine.lengths.requests import with_lengths
@@ -132,9 +131,9 @@ def answer(
 
 
 def _completion(llm: "LLM", request_id: str, drawn_after: str | None) -> Any:
-    """Step the engine until the answer is complete, and draw it behind a message unless
-    that is None; returns the completion, or None after Ctrl-C, which is noted instead
-    of interrupting a step."""
+    """Step the engine until the answer is complete, and draw it below the message
+    unless this is None. Returns the completion, or None after Ctrl-C, which does not
+    interrupt a step."""
     on_screen, off_screen = (
         ("", "") if drawn_after is None else (ALTERNATE_SCREEN, MAIN_SCREEN)
     )
@@ -150,8 +149,7 @@ def _completion(llm: "LLM", request_id: str, drawn_after: str | None) -> Any:
                 if output.finished:
                     return completion
                 if drawn_after is not None:
-                    # Behind the text that is final, the running blocks with their
-                    # masks.
+                    # The final text, then the running blocks with their masks.
                     running = (
                         completion.provisional.unsent_text
                         if completion.provisional is not None
@@ -170,5 +168,5 @@ def _completion(llm: "LLM", request_id: str, drawn_after: str | None) -> Any:
 
 
 def _printable(text: str) -> str:
-    """The text without surrounding whitespace and without control characters."""
+    """The text without surrounding whitespace and control characters."""
     return re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", " ", text.strip())

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     check_folder(args.model)
     be_quiet()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
-        "0"  # engines in this process, one after the other
+        "0"  # runs engines in this process, one after the other
     )
     check_release()
     import torch
@@ -89,9 +89,8 @@ def run(args: argparse.Namespace) -> int:
     }
     for check in tqdm(chosen, desc="Checks", unit="", leave=False):
         outcomes.append(checks.outcome_of(*check))
-        if (
-            args.output is not None
-        ):  # each time: what goes wrong on a device may end the process
+        # Written after each check, because a device error may end the process.
+        if args.output is not None:
             args.output.write_text(
                 json.dumps(report | {"checks": outcomes}, indent=1) + "\n",
                 encoding="utf-8",

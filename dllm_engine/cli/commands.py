@@ -43,12 +43,12 @@ _SUGGESTED: dict[str, Iterable[str]] = {
     "model": DEMO_MODELS,
     "cache_method": CACHE_METHODS,
 }
-"""What is completed for options that take other values too."""
+"""Suggested values of options that also accept other values."""
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line. ``args.run`` is the function of the chosen command: ``run`` of
-    its module, but for one.
+    """The parser of the command line. ``args.run`` is the function of the chosen
+    command.
     """
     parser = CommandParser(
         prog="dllm",
@@ -76,9 +76,8 @@ def build_parser() -> argparse.ArgumentParser:
             command._get_formatter()._format_args(word, str(word.metavar))
             for word in words
         ]
-        command.usage = command.usage or " ".join(
-            (command.prog, "[options]", *named)
-        )  # all options follow
+        # All options come after the command.
+        command.usage = command.usage or " ".join((command.prog, "[options]", *named))
     path = commands.add_parser("demo-path", help="print the folder of a demo model")
     path.add_argument("model", nargs="?", choices=DEMO_MODELS, default=DEMO_MODEL)
     path.set_defaults(run=_print_demo_path)
@@ -111,7 +110,7 @@ def _values(action: argparse.Action) -> list[str]:
 
 
 def _bash_script(commands: Mapping[str, argparse.ArgumentParser]) -> str:
-    """Completion script for bash, and for zsh with its functions of the same names."""
+    """Completion script for bash, and for zsh with its emulation of bash's functions."""
     cases = []
     for name, parser in commands.items():
         options = [word for word in parser._option_string_actions if len(word) > 2]

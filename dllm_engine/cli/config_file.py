@@ -1,5 +1,5 @@
-"""The file of ``dllm serve --config``: its keys are options of this command and of
-``vllm serve``, and ``model``.
+"""The file of ``dllm serve --config``. Its keys are ``model``, and options of this
+command and of ``vllm serve``.
 """
 
 import argparse
@@ -20,9 +20,9 @@ CONFIG = "--config"
 
 
 def expand_config(parser: CommandParser, words: Sequence[str]) -> list[str]:
-    """The command line ``words`` with the options of the file that they name before
-    them, so that those of the command line count; raises ``ValueError`` with the file
-    and the key that is wrong."""
+    """Expand a command line: options of the named file come before ``words``, so that
+    the command line takes precedence. Raises ``ValueError`` naming the file and a wrong
+    key."""
     stated = stated_arguments(words)
     if "config" not in stated or "-h" in words or "--help" in words:
         return list(words)
@@ -56,7 +56,7 @@ def expand_config(parser: CommandParser, words: Sequence[str]) -> list[str]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The file's values by option, with dashes."""
+    """The values of the file by option, with dashes."""
     import yaml
 
     if path.suffix not in (".yaml", ".yml"):
@@ -80,8 +80,8 @@ def _read(path: Path) -> dict[str, Any]:
 def _replaced(
     parser: CommandParser, stated: Mapping[str, str], options: Mapping[str, Any]
 ) -> set[str]:
-    """Our options of the file that cannot stand beside those of the command line:
-    alternatives of these, and the options of another cache method."""
+    """Options of the file that options of the command line replace: their alternatives,
+    and the options of another cache method."""
     replaced = set()
     for group in parser._mutually_exclusive_groups:
         names = {action.dest for action in group._group_actions}
@@ -96,7 +96,7 @@ def _replaced(
 def _own_words(
     parser: CommandParser, action: argparse.Action, path: Path, name: str, value: Any
 ) -> list[str]:
-    """An option of this command as words of its command line."""
+    """An option of this command as words of a command line."""
     if isinstance(action, argparse.BooleanOptionalAction):
         if not isinstance(value, bool):
             raise ValueError(f"{path}: {name} must be true or false, not {value!r}")
@@ -124,7 +124,7 @@ def _as_text(value: Any) -> str:
 def _vllm_words(
     parser: CommandParser, path: Path, options: Mapping[str, Any]
 ) -> list[str]:
-    """Options of ``vllm serve`` as words, as vLLM makes them of its own file."""
+    """Options of ``vllm serve`` as words, like vLLM reads them from its file."""
     names = serve_options()
     for name in options:
         if names and not is_option(name.partition(".")[0], names):
@@ -148,7 +148,7 @@ def _vllm_words(
 
 
 def _vllm_flags() -> Mapping[str, Any]:
-    """The options that vLLM's own parser knows, by flag."""
+    """Options of vLLM's parser, by flag."""
     check_release()
     register_cpu_distribution()
     from vllm.entrypoints.cli.serve import make_arg_parser

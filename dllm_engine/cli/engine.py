@@ -1,4 +1,4 @@
-"""Shared by commands that run a model: their arguments, the engine, the decoding
+"""Shared code of commands that run a model: arguments, the engine, and decoding
 parameters.
 """
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from dllm_engine.llm import LLM
     from dllm_engine.params import DiffusionParams
 
-# Names of arguments. Those that are not given are None, and left to `LLM`,
-# `DiffusionParams` and vLLM.
+# Names of arguments. Arguments that are not given are None; `LLM`, `DiffusionParams`
+# and vLLM have the defaults.
 ENGINE = ("dtype", "max_model_len", "tensor_parallel_size")
 DECODING = (
     "gen_length",
@@ -51,7 +51,7 @@ DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """A JSON object, or that of a file."""
+    """Parse a JSON object, or read it from a file."""
     try:
         value = json.loads(
             text
@@ -127,7 +127,9 @@ def add_model_arguments(group: argparse._ArgumentGroup) -> None:
 def add_engine_arguments(
     parser: argparse.ArgumentParser, *, with_model: bool = True
 ) -> None:
-    """``with_model=False`` is for commands whose model is a positional argument."""
+    """Add arguments about the engine. ``with_model=False``: the model is a positional
+    argument.
+    """
     group = parser.add_argument_group("engine")
     if with_model:
         group.add_argument(
@@ -193,7 +195,7 @@ def add_decoding_arguments(
 
 
 def add_request_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of a command that answers prompts."""
+    """Add the arguments of a command that answers prompts."""
     add_decoding_arguments(parser)
     add_engine_arguments(parser)
     add_cache_arguments(parser)
@@ -216,7 +218,7 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Arguments ``names`` that have a value."""
+    """The values of those arguments in ``names`` that are set."""
     return {
         name: value
         for name in names
@@ -225,8 +227,8 @@ def given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
 
 
 def with_limit(decoding: dict[str, Any]) -> dict[str, Any]:
-    """Decoding options as ``DiffusionParams`` takes them, whose ``gen_length`` is no
-    limit.
+    """Decoding options for ``DiffusionParams``: ``gen_length`` becomes a limit if the
+    length is chosen.
     """
     if not decoding.get("auto_length") or "gen_length" not in decoding:
         return decoding
@@ -235,7 +237,7 @@ def with_limit(decoding: dict[str, Any]) -> dict[str, Any]:
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments that are engine options, checked."""
+    """The engine options among the arguments, checked."""
     options = {
         "cache_options": dict(getattr(args, "cache_option", ())),
         **given(args, EngineOptions.model_fields),
@@ -245,9 +247,9 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def prepare(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of ``LLM`` that ``args`` ask for, checked before anything heavy is
-    imported; and the environment is set. On a single device the engine runs in this
-    process, so that its errors are raised here and not logged."""
+    """Arguments of ``LLM`` from ``args``, checked before anything heavy is imported.
+    Also sets environment variables: on a single device the engine runs in this process,
+    so that its errors are raised here instead of being logged."""
     arguments = {
         "model": args.model,
         **given(args, ENGINE),
@@ -264,7 +266,7 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def start_engine(args: argparse.Namespace) -> "tuple[LLM, DiffusionParams]":
-    """The engine and the decoding parameters that ``args`` ask for."""
+    """Start the engine; returns it with the decoding parameters of ``args``."""
     parse_request_options(given(args, RequestOptions.model_fields))
     be_quiet()
     with progress_line("Importing vLLM"):
@@ -283,13 +285,13 @@ def start_engine(args: argparse.Namespace) -> "tuple[LLM, DiffusionParams]":
 
 
 def load(arguments: dict[str, Any]) -> "LLM":
-    """Start an engine with arguments of ``LLM``; raises ``ValueError`` if the model's
+    """Start an engine with arguments of ``LLM``. Raises ``ValueError`` if the model's
     files cannot be read.
     """
     from dllm_engine.llm import LLM
 
-    # While an engine in processes of its own loads, vLLM waits for them and would
-    # ignore Ctrl-C.
+    # While an engine in other processes loads, vLLM waits for them and would ignore
+    # Ctrl-C.
     before = signal.signal(signal.SIGINT, end_now)
     try:
         return LLM(**arguments)

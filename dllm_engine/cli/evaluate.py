@@ -6,7 +6,7 @@ those of lm-evaluation-harness or on a paper's, with tokens per second and memor
 the scores. Run again with the same --output, it goes on where it stopped.
 """
 
-# Not `eval.py`: the module would hide Python's function from its importers.
+# Not named `eval.py`, because the module would hide Python's function for importers.
 import argparse
 import shlex
 import sys
@@ -71,8 +71,8 @@ FREE = (
     "traceback",
     "unknown",
 )
-"""Arguments that may differ between runs that fill the same table: they tell its rows
-apart, or change nothing.
+"""Arguments that may differ between runs for the same table: rows contain them, or they
+have no effect on results.
 """
 
 
@@ -166,13 +166,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run programs that the model writes",
     )
     add_comparison_arguments(parser)
-    parser.set_defaults(seed=0)  # it also draws the examples
+    parser.set_defaults(seed=0)  # the seed also draws the examples
 
 
 def add_own_task_arguments(
     parser: argparse.ArgumentParser, group: argparse._ActionsContainer
 ) -> None:
-    """Arguments that name prompts with answers, and how these are matched."""
+    """Add arguments about the user's tasks, and the matching of answers."""
     tasks = (
         f"tasks of the demo model ({', '.join(TASKS)}, or `{DEMO_TASKS}`, the default, "
         f"for all in a row; "
@@ -197,7 +197,7 @@ def add_own_task_arguments(
 
 
 def add_comparison_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``combinations``."""
+    """Add the arguments of ``combinations``."""
     group = parser.add_argument_group(
         "comparison", "A row per cache method and unmasking rule."
     )
@@ -231,7 +231,7 @@ def run(args: argparse.Namespace) -> int:
     combined = combinations(args, args.batch)
     for task in tasks:
         if isinstance(task, HarnessTask):
-            # Before a model is loaded: the data is what is missing most often.
+            # Check this before a model is loaded, because often the data is missing.
             task.check()
     with Comparison(args.output, args.command, subject_of(args), load) as comparison:
         comparison.add(combined, tasks)
@@ -248,7 +248,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def tasks_of(args: argparse.Namespace) -> list[Task]:
-    """The tasks that ``args`` name; raises ``ValueError`` for an unknown one."""
+    """The tasks that ``args`` name. Raises ``ValueError`` for an unknown task."""
     if args.lm_eval is None and args.paper_task is None:
         return own_tasks_of(args)
     check_lm_eval()
@@ -268,18 +268,18 @@ def tasks_of(args: argparse.Namespace) -> list[Task]:
 
 
 def own_tasks_of(args: argparse.Namespace) -> list[Task]:
-    """The tasks of ``--tasks``. Those of the demo model get a short ``gen_length`` if
+    """The tasks of ``--tasks``. Tasks of the demo model get a short ``gen_length`` if
     ``args`` have none.
     """
     names = (args.tasks or DEMO_TASKS).split(",")
     if args.gen_length is None and not any(name.endswith(".jsonl") for name in names):
-        args.gen_length = 32  # enough for all of their answers
+        args.gen_length = 32  # enough for all answers
     return [named_task(name, args.count, args.seed, args.match) for name in names]
 
 
 def combinations(args: argparse.Namespace, batch: int | None) -> list[Combination]:
-    """Cache methods and unmasking rules of ``args``; raises ``ValueError`` for a value
-    that is out of range.
+    """Combinations of the cache methods and unmasking rules of ``args``. Raises
+    ``ValueError`` for a value that is out of range.
     """
     shared = prepare(args) | ({} if batch is None else {"max_num_seqs": batch})
     from dllm_engine.params import DiffusionParams
@@ -314,8 +314,8 @@ def subject_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def finish(args: argparse.Namespace, comparison: Comparison, **more: Any) -> None:
-    """Print errors, and write the rows and ``more``, also those of a run that was
-    interrupted or failed late.
+    """Print errors, and write the rows and ``more``, even if the run was interrupted or
+    failed late.
     """
     for key, why in comparison.errors.items():
         print(f"cannot be measured: {key}: {why}", file=sys.stderr)

@@ -37,8 +37,8 @@ _SETTINGS = (
     "guide_model",
     "guide_tokens_per_token",
 )
-"""Arguments that change responses, beside those about decoding; a run resumes only an
-output of the same ones.
+"""Arguments beside those about decoding that change responses. A run resumes only an
+output with equal values.
 """
 
 

@@ -29,12 +29,13 @@ def run(args: argparse.Namespace) -> int:
     sys.argv = ["lm_eval", *args.unknown]
     check_installed()
     check_lm_eval()
-    import lm_eval.models  # noqa: F401 - its own models are registered only where no other was before
+    import lm_eval.models  # noqa: F401 - registers models only if none is there yet
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.registry import model_registry
 
-    if "dllm" not in model_registry:  # by the entry point
-        # By its name: importing it takes seconds, and arguments are read before.
+    if "dllm" not in model_registry:  # the entry point has registered it
+        # By its name, because importing it takes seconds, and arguments are parsed
+        # before.
         target = "dllm_engine.evaluation.lm_eval_model:DiffusionLM"
         model_registry.register("dllm", target=target)
     cli_evaluate()

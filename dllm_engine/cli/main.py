@@ -15,12 +15,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, 1 (done, but some inputs failed),
     2 (error) or 130 (Ctrl-C).
     """
-    atexit.register(
-        gc.freeze
-    )  # Python would look through all that vLLM imports once more, for seconds
+    # Otherwise Python's last garbage collection of all imports of vLLM takes seconds.
+    atexit.register(gc.freeze)
     argv = sys.argv[1:] if argv is None else argv
     try:
-        # Here, because options come from other packages too, and one may be broken.
+        # Imported here, because options come from other packages too, and one may be
+        # broken.
         from dllm_engine.cli.commands import build_parser
 
         parser = build_parser()
@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("dllm: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # Who reads has enough, as in `dllm models | head`; Python would say so at exit.
+        # The reader has closed the pipe, as in `dllm models | head`. Without this,
+        # Python prints an error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe() -> dict[str, Any]:
-    """Everything an engine can be asked for, from the registries that check it."""
+    """Everything that an engine supports, from the registries that check options."""
     schemas = RequestOptions.model_json_schema()["properties"]
     policies = UNMASKING_POLICIES.values()
     rules = {}
@@ -84,8 +84,8 @@ def describe() -> dict[str, Any]:
 
 
 def as_text(supported: dict[str, Any], width: int) -> str:
-    """The output of ``describe`` in lines of at most ``width``. What another package
-    adds has the package behind its name.
+    """The output of ``describe`` in lines of at most ``width``. Entries of other
+    packages show the package after the name.
     """
     families = supported["families"]
     packages = supported["packages"]
@@ -128,7 +128,7 @@ def as_text(supported: dict[str, Any], width: int) -> str:
 
 
 def allowed(schema: dict[str, Any]) -> str:
-    """A JSON schema's values in words, such as ``float > 0, ≤ 1``."""
+    """The values that a JSON schema allows, in words, such as ``float > 0, ≤ 1``."""
     if "anyOf" in schema:
         return " or ".join(map(allowed, schema["anyOf"]))
     if "const" in schema:

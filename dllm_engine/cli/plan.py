@@ -66,8 +66,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_text(s: Sizing) -> str:
-    """The plan as two tables: where the memory goes, and what a request takes under
-    each cache method.
+    """The plan as two tables: the use of memory, and the needs of a request under each
+    cache method.
     """
     weights = "" if s.quantization is None else f" with {s.quantization} weights"
     canvas, tp = s.prompt + s.response, s.tensor_parallel_size
@@ -170,7 +170,7 @@ def serve_command(s: Sizing, args: argparse.Namespace) -> list[str]:
     )
     if s.quantization == "fp8":
         options["quantization"] = (
-            "fp8_per_channel"  # made at load time; other formats are a copy's
+            "fp8_per_channel"  # made at load time; others need a copy
         )
     model = (
         s.model

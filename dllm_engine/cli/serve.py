@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     is_quiet = be_quiet_server(stated_arguments(args.unknown))
     if is_quiet and not sys.stderr.isatty():
         args.unknown = ["--no-use-tqdm-on-load", *args.unknown]
-    # Read when vLLM is imported. Editors send lists of their users.
+    # vLLM reads it when imported. Code editors send lists of users.
     os.environ.setdefault("VLLM_MAX_STOP_STRINGS", "64")
     arguments = vllm_arguments(args)
     check_folder(args.model)
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     check_start(args.model, stated_arguments(args.unknown))
     from vllm.entrypoints.cli.main import main as vllm_main
 
-    from dllm_engine.vllm_hooks import table  # asks which vLLM is there
+    from dllm_engine.vllm_hooks import table  # this checks which vLLM is installed
 
     # With VLLM_TARGET_DEVICE=cpu, vLLM loads no platform plugins.
     register_cpu_distribution()
@@ -135,8 +135,8 @@ def vllm_arguments(args: argparse.Namespace) -> list[str]:
 
 
 def merged_config(args: argparse.Namespace) -> dict[str, Any]:
-    """The user's ``--additional-config``; in its key for this plugin, overridden by the
-    other arguments. Empty if there are none."""
+    """The user's ``--additional-config``, whose key for this plugin is merged with the
+    other arguments, which take precedence. Empty if there are none."""
     additional = args.additional_config or {}
     options = additional.get(OPTIONS_KEY, {})
     if not isinstance(options, dict):
@@ -145,9 +145,10 @@ def merged_config(args: argparse.Namespace) -> dict[str, Any]:
             f"JSON object too"
         )
     if args.cache_method not in (None, options.get("cache_method", args.cache_method)):
+        # The user's cache options are for another method.
         options = {
             name: value for name, value in options.items() if name != "cache_options"
-        }  # another method's
+        }
     stated = given(args, EngineOptions.model_fields)
     for name, value in {
         "cache_options": dict(args.cache_option),

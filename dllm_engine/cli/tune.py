@@ -36,7 +36,7 @@ from dllm_engine.evaluation.plots import draw_tradeoff, plot_beside
 from dllm_engine.options import EngineOptions
 
 LEAST_SHARED_PART = 0.1
-"""Part of the prompts that begins others too, from which sharing pays."""
+"""Share of the prompts in common beginnings from which sharing is worthwhile."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -164,9 +164,7 @@ def _rules(args: argparse.Namespace) -> list[dict[str, Any]]:
 def _finish(
     args: argparse.Namespace, search: tuning.Search, comparison: Comparison
 ) -> None:
-    """Print and write the chosen setting, which may be that of
-    an interrupted search.
-    """
+    """Print and write the chosen setting. The search may have been interrupted."""
     from dllm_engine.params import DiffusionParams
 
     (setting, row), figures = search.best, search.figures()

@@ -139,9 +139,8 @@ class Constraint:
         do not become end tokens. ``budget``: as in ``leeway``.
         """
         numbers = np.arange(self.num_states)
-        is_cut = budget is not None and budget < len(
-            template
-        )  # here reasoning up to the end is too long
+        # With such a budget, reasoning up to the end is too long.
+        is_cut = budget is not None and budget < len(template)
         states = [
             self.accepting & (numbers >= self.num_reasoning)
             if is_cut

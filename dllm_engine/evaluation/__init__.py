@@ -1,3 +1,3 @@
-"""Scores of demo tasks and of lm-evaluation-harness's tasks, with what they cost,
-compared by cache method.
+"""Evaluation: scores and costs of demo tasks, users' tasks and tasks of
+lm-evaluation-harness, compared by cache method.
 """

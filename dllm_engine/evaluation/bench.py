@@ -1,4 +1,4 @@
-"""The benchmark: prompts of given lengths, answered several times without scores."""
+"""The benchmark: prompts of given lengths are answered several times, without scores."""
 
 import json
 import random
@@ -35,7 +35,9 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Workload(Task):
-    """So many requests at once, with prompts of so many tokens, in so many rounds."""
+    """Workload of equal requests at once: their number, the length of prompts, and the
+    number of rounds.
+    """
 
     batch: int
     prompt: int
@@ -61,7 +63,9 @@ class Workload(Task):
         return engine.complete(requests)[1]
 
     def requests(self, llm: "LLM", decoding: dict[str, Any]) -> list[Request]:
-        """Random tokens, with end tokens ignored, so that each row does the same work."""
+        """Requests with random tokens that ignore end tokens, so that each row does the
+        same work.
+        """
         from dllm_engine.params import DiffusionParams
 
         params = DiffusionParams(**decoding | {"ignore_eos": True})
@@ -71,7 +75,7 @@ class Workload(Task):
 
 @dataclass(frozen=True)
 class SharedWorkload(Workload):
-    """Requests whose prompts begin with the same ``shared`` tokens."""
+    """Workload whose prompts begin with the same ``shared`` tokens."""
 
     shared: int
 
@@ -84,7 +88,7 @@ class SharedWorkload(Workload):
 
 
 class SecondRequest(SharedWorkload):
-    """The last of the requests, after the others."""
+    """Workload that measures only the last request, after the others."""
 
     def cost(self, engine: MeasuredEngine, requests: Sequence[Request]) -> Cost:
         *first, last = requests
@@ -93,7 +97,7 @@ class SecondRequest(SharedWorkload):
 
 @dataclass(frozen=True)
 class Chats(SharedWorkload):
-    """So many chats at once, each turn of which brings as many tokens of its own."""
+    """Workload of several chats at once. Each turn adds the same number of new tokens."""
 
     turns: int
 
@@ -115,7 +119,7 @@ class Chats(SharedWorkload):
 
 
 def random_tokens(llm: "LLM", seed: int) -> Callable[[int], list[int]]:
-    """Draws so many tokens that a prompt may have."""
+    """Draw tokens that a prompt may have."""
     mask = llm.model_config.hf_config.mask_token_id
     tokens = [
         token for token in range(llm.model_config.get_vocab_size()) if token != mask
@@ -125,8 +129,8 @@ def random_tokens(llm: "LLM", seed: int) -> Callable[[int], list[int]]:
 
 
 def random_engine(model: str, **settings: Any) -> "LLM":
-    """An engine of a named shape with random weights, without tokenizer; ``settings``
-    are those of ``LLM``.
+    """Start an engine of a named shape with random weights and without tokenizer.
+    ``settings``: arguments of ``LLM``.
     """
     from dllm_engine.llm import LLM
 
@@ -140,7 +144,7 @@ def random_engine(model: str, **settings: Any) -> "LLM":
 
 
 def values_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The values of each row, and its speed over that without a cache."""
+    """The values of each row, with its speed relative to the row without a cache."""
     plain = {
         (row.unmasking, row.task): row.result.score
         for row in rows

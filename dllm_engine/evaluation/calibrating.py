@@ -1,5 +1,5 @@
 """Calibration of a model's probabilities on labelled questions: a correction for each
-kind of question, fitted on one half of them and judged on the other.
+kind of question, fitted on one half of the questions and tested on the other.
 """
 
 import json
@@ -34,31 +34,31 @@ from dllm_engine.evaluation.labelled_questions import (
 from dllm_engine.output_lock import replace_output
 
 LEAST_QUESTIONS = 10
-"""Minimum for each kind, in the half that a correction is fitted on."""
+"""Minimum number of questions of a kind, in the half that corrections are fitted on."""
 LEAST_GAIN, WORTH_ITS_ROWS = 0.001, 0.01
-"""By so much must the mean log loss of the held-back questions fall, in nats, at the
-least, and if more rows are read for it. Where all answers are right and sure, any lower
-temperature gains a little.
+"""Minimum decrease of the mean log loss of held-back questions, in nats, for any
+correction, and for a correction that reads more rows. If all answers are right and
+sure, any lower temperature gains a little.
 """
 ALL = "all"
 """Questions of all kinds."""
 _AT_ONCE = 16
 _TEMPERATURES = np.geomspace(0.1, 20.0, 107)  # 5 % apart
 _ALL = Correction(orders=MOST_ORDERS, has_prior=True)
-"""Asks for all readings that a correction may need."""
+"""Correction that needs all readings."""
 
 
 class Measured(NamedTuple):
-    """Probabilities that a model gives the options of a labelled question."""
+    """Measured probabilities of the options of a labelled question."""
 
     plain: Readings
     rotated: Readings
-    """The same with its first option listed last, if the order is free."""
+    """Readings with the first option listed last, if the order is free."""
 
 
 class Judged(NamedTuple):
-    """Scores of held-back questions. ``flips``: share of the choices whose answer
-    changes with the order of options; None without choices.
+    """Scores of held-back questions. ``flips``: share of choices whose answer changes
+    with the order of options; None without choices.
     """
 
     scores: Scores
@@ -67,8 +67,8 @@ class Judged(NamedTuple):
 
 @dataclass(frozen=True)
 class Fitted:
-    """A calibration, and scores of the held-back questions without it and with it: of
-    each kind, and of ``ALL``.
+    """A calibration, and scores of the held-back questions without and with it, by kind
+    and for ``ALL``.
     """
 
     calibration: Calibration
@@ -82,8 +82,8 @@ def measure(
     questions: Sequence[LabelledQuestion],
     path: Path,
 ) -> list[Measured]:
-    """Readings of all questions. They are kept in the file ``path``, so that the same
-    run goes on from there.
+    """Measure all questions. Results are kept in the file ``path``, so that an
+    interrupted run can be resumed.
     """
     asking.calibration = Calibration(dict.fromkeys(KINDS, _ALL))
     settings = repr(questions), asking.way, asking.options.model_dump(mode="json")
@@ -112,7 +112,7 @@ def _rotated_back(shares: list[list[float]]) -> list[list[float]]:
 
 
 def _kept(path: Path, digest: str) -> list[Measured]:
-    """The readings of an earlier run; none of one with other questions or settings."""
+    """The stored results of an earlier run with the same questions and settings."""
     if not path.exists():
         return []
     kept = json.loads(path.read_text(encoding="utf-8"))
@@ -137,12 +137,13 @@ def _readings(
     for rows in row_groups:
         decisions = [next(outputs).outputs[0].diffusion.decision for _ in rows]
         read, _ = readings_of(rows, decisions)
-        readings.append(read.get(0, Readings([[1.0]], [[1.0]])))  # of one option
+        # A question with one option is not asked.
+        readings.append(read.get(0, Readings([[1.0]], [[1.0]])))
     return readings
 
 
 def _rotated(labelled: LabelledQuestion) -> LabelledQuestion:
-    """The question with its first option listed last, where the order is free."""
+    """The question with its first option listed last, if the order is free."""
     question = labelled.question
     if question.kind != "choice":
         return labelled
@@ -153,9 +154,10 @@ def _rotated(labelled: LabelledQuestion) -> LabelledQuestion:
 def fit(
     questions: Sequence[LabelledQuestion], measured: Sequence[Measured], seed: int
 ) -> Fitted:
-    """A correction for each kind whose held-back questions it makes more probable.
+    """Fit a correction for each kind of question. It is used only if it makes the
+    answers of held-back questions more probable.
 
-    Raises ``ValueError`` where there are too few questions.
+    Raises ``ValueError`` if there are too few questions.
     """
     order = list(range(len(questions)))
     random.Random(seed).shuffle(order)
@@ -213,8 +215,8 @@ def _judged(
 def _best_correction(
     fitting: Sequence[tuple[Readings, int]], held_back: Sequence[tuple[Readings, int]]
 ) -> Correction:
-    """The correction with which the right options are most probable in ``held_back``,
-    at temperatures that are fitted on the readings and answers of ``fitting``.
+    """The correction with which the right options of ``held_back`` are most probable.
+    Temperatures are fitted on ``fitting``, pairs of readings and right option.
     """
     best, least = Correction(), _log_loss(Correction(), held_back)
     for orders in (1, MOST_ORDERS):
@@ -230,7 +232,7 @@ def _best_correction(
 def _fitted(
     correction: Correction, answered: Sequence[tuple[Readings, int]]
 ) -> Correction:
-    """The correction at the best of all temperatures."""
+    """The correction with its best temperature."""
     candidates = [replace(correction, temperature=float(t)) for t in _TEMPERATURES]
     losses = [_log_loss(each, answered) for each in candidates]
     return candidates[int(np.argmin(losses))]
@@ -239,6 +241,6 @@ def _fitted(
 def _log_loss(
     correction: Correction, answered: Sequence[tuple[Readings, int]]
 ) -> float:
-    """Mean negative log-probability of the right options."""
+    """Mean negative log-probability of right options."""
     right = [correction.applied(readings)[answer] for readings, answer in answered]
     return -float(np.log(np.maximum(right, SMALLEST)).mean())

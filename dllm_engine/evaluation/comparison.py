@@ -1,4 +1,4 @@
-"""Comparisons: cache methods and ways of unmasking on the same tasks, a row of a table
+"""Comparisons of cache methods and unmasking rules on the same tasks, one table row
 each.
 """
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from dllm_engine.llm import LLM
 
 Load = Callable[[dict[str, Any]], "LLM"]
-"""Starts an engine with arguments of ``LLM``."""
+"""Function that starts an engine with arguments of ``LLM``."""
 SCHEMA = 4
-"""Number of the layout of result files; raised where a reader of older ones would go
-wrong.
+"""Version of the layout of result files. It is raised if an older reader would misread
+a file.
 """
 COST_COLUMNS = {
     "PASSES/ANSWER": ("passes_per_answer", ".1f"),
@@ -38,7 +38,7 @@ COST_COLUMNS = {
     "MEMORY": ("memory_mib", ".1f"),
     "PAGES": ("pages_mib", ".2f"),
 }
-"""Columns, the value of each and its format."""
+"""Columns, with the name and format of their values."""
 COLUMNS = {
     **{name.upper(): (name, "") for name in ("method", "unmasking", "task", "metric")},
     "SCORE": ("score", ".4f"),
@@ -50,7 +50,7 @@ COLUMNS = {
 
 @dataclass
 class Combination:
-    """A cache method with a way of unmasking, by name, and as arguments of ``LLM`` and
+    """A cache method with an unmasking rule, by name, and as arguments of ``LLM`` and
     of ``DiffusionParams``.
     """
 
@@ -67,7 +67,7 @@ class Result:
     metric: str
     score: float
     stderr: float | None
-    """Standard error of the score; None where it is unknown."""
+    """Standard error of the score; None if unknown."""
     examples: int
     details: dict[str, Any] = field(default_factory=dict)
 
@@ -77,25 +77,25 @@ UNMEASURED = Result("", math.nan, None, 0)
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """Examples, how they are asked where a combination does not say otherwise, and how
-    responses are scored.
+    """Base class of a task: examples, default decoding options, and scoring of
+    responses.
     """
 
     name: str
     decoding: dict[str, Any] = field(default_factory=dict, kw_only=True)
     guided: dict[str, Any] | None = field(default=None, kw_only=True)
-    """Decoding with a guide; None: as without, but for ``steps``."""
+    """Decoding options with a guide; None: the same options without ``steps``."""
     cache_options: dict[str, dict[str, Any]] = field(default_factory=dict, kw_only=True)
-    """By cache method."""
+    """Cache options by method."""
 
     @property
     def digest(self) -> str:
-        """Identifies examples that may change under the same name."""
+        """Digest of examples that may change under the same name."""
         return ""
 
     def shared_part(self, page_size: int) -> float:
-        """Part of the prompts that begins other prompts too, as far as it may fill a
-        page of so many tokens; 0 where unknown.
+        """Share of the prompts in common beginnings that may fill a page of
+        ``page_size`` tokens; 0 if unknown.
         """
         return 0.0
 
@@ -143,21 +143,21 @@ class Row(Combination):
 
     @property
     def values(self) -> dict[str, Any]:
-        """Names, score, its details and cost, as columns name them."""
+        """Names, score, details of the score and cost, by the names of columns."""
         return self.result.details | vars(self) | vars(self.result) | self.cost.figures
 
 
 def check_folder_of(path: Path | None) -> None:
-    """Raise ``ValueError`` for a file that could not be written, as its folder does not
-    exist.
+    """Raise ``ValueError`` for a file that cannot be written, because its folder does
+    not exist.
     """
     if path is not None and not path.parent.is_dir():
         raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
 
 
 def check_output(path: Path) -> None:
-    """Raise ``ValueError`` for a file that could not be written, or whose name is not
-    that of results.
+    """Raise ``ValueError`` for a file that cannot be written, or whose name does not
+    end with .json.
     """
     if path.suffix != ".json":
         raise ValueError(
@@ -167,7 +167,7 @@ def check_output(path: Path) -> None:
 
 
 def stored_rows(path: Path | None, subject: dict[str, Any]) -> list[Row]:
-    """The rows of a file, if there is one; raises ``ValueError`` if it has another
+    """The rows of a file, if it exists. Raises ``ValueError`` if it has another
     subject.
     """
     if path is None or not path.exists():
@@ -189,10 +189,11 @@ def stored_rows(path: Path | None, subject: dict[str, Any]) -> list[Row]:
 
 
 class Comparison(AbstractContextManager["Comparison"]):
-    """Fills a table of a command of ``dllm``: a row per combination and task, written
-    to the file ``path`` as soon as it is measured, so that the same command goes on
-    from there; no other run writes it until this one is left. ``subject`` is what all
-    rows depend on. One engine runs at a time: a device holds no more."""
+    """Table of a command of ``dllm``, with a row per combination and task. A row is
+    written to the file ``path`` as soon as it is measured, so that the same command can
+    resume. Within the context, no other run can write the file. ``subject``: settings
+    that all rows depend on. One engine runs at a time, because a device holds only one.
+    """
 
     def __init__(
         self, path: Path | None, command: str, subject: dict[str, Any], load: Load
@@ -221,7 +222,7 @@ class Comparison(AbstractContextManager["Comparison"]):
     def add(
         self, combinations: Sequence[Combination], tasks: Sequence[Task]
     ) -> list[Row]:
-        """Ask for rows, which have results where the file has them."""
+        """Add rows. Rows that the file has already keep their results."""
         rows = []
         for combination, task in itertools.product(combinations, tasks):
             label = (
@@ -254,18 +255,18 @@ class Comparison(AbstractContextManager["Comparison"]):
 
     @property
     def missing(self) -> list[Row]:
-        """Rows that were asked for and not measured, though they may be."""
+        """Added rows that are not measured and have not failed."""
         rows = (self._rows[key] for key in self._tasks if key not in self.errors)
         return [row for row in rows if not row.is_measured]
 
     @property
     def scored(self) -> list[Row]:
-        """Measured rows: first those that were asked for, then the others of the file."""
+        """Measured rows: first the added ones, then other rows of the file."""
         rows = (self._rows[key] for key in (self._tasks | self._rows))
         return [row for row in rows if row.is_measured]
 
     def save(self, **about: Any) -> None:
-        """Replace the file by all rows, behind ``about``."""
+        """Replace the file by ``about`` and all rows."""
         if self._path is None:
             return
         values = {
@@ -276,14 +277,13 @@ class Comparison(AbstractContextManager["Comparison"]):
         replace_output(self._path, json.dumps(values, indent=1) + "\n")
 
     def run(self, deadline: float = math.inf) -> None:
-        """Measure what is missing until ``time.monotonic()`` is at ``deadline``;
-        ``ValueError`` if no row can be.
+        """Measure missing rows until ``time.monotonic()`` reaches ``deadline``. Raises
+        ``ValueError`` if no row can be measured.
         """
         missing = self.missing
         engines = [row.engine for row in missing]
-        for row in sorted(
-            missing, key=lambda row: engines.index(row.engine)
-        ):  # those that share an engine, in a row
+        # Rows that share an engine run one after the other.
+        for row in sorted(missing, key=lambda row: engines.index(row.engine)):
             if time.monotonic() > deadline:
                 break
             if row.key in self.errors:
@@ -291,19 +291,18 @@ class Comparison(AbstractContextManager["Comparison"]):
             try:
                 self._measure(row)
             except (ValueError, RuntimeError) as error:
-                # A method and a rule may exclude each other, or memory may not suffice;
-                # the others go on.
+                # A method and a rule may exclude each other, or memory may not suffice.
+                # Other rows go on.
                 same_engine = [
                     other for other in self.missing if other.engine == row.engine
                 ]
-                failed = (
-                    [row] if self._llm is not None else same_engine
-                )  # one that did not start is not tried again
+                # An engine that did not start is not tried again.
+                failed = [row] if self._llm is not None else same_engine
                 self.errors |= dict.fromkeys(
                     (other.key for other in failed), one_line(error)
                 )
                 if isinstance(error, RuntimeError):
-                    self.stop()  # the engine failed, and may be in any state
+                    self.stop()  # the state of a failed engine is unknown
         if not self.scored:
             raise ValueError(next(iter(self.errors.values())))
 
@@ -315,7 +314,7 @@ class Comparison(AbstractContextManager["Comparison"]):
             self._llm.llm_engine.engine_core.shutdown()
         self._llm = None
         gc.collect()
-        # VLLM measures what the device has free; without a GPU this does nothing.
+        # vLLM measures free device memory. Without a GPU this does nothing.
         torch.cuda.empty_cache()
 
     def _measure(self, row: Row) -> None:
@@ -333,7 +332,7 @@ class Comparison(AbstractContextManager["Comparison"]):
 def table(
     rows: Iterable[Mapping[str, Any]], columns: Mapping[str, tuple[str, str]]
 ) -> str:
-    """Rows of values as text, under a header."""
+    """Rows of values as a text table with a header."""
     cells = [
         [
             "–" if row[name] is None else format(row[name], form)

@@ -1,4 +1,4 @@
-"""The machine that figures are made on."""
+"""Description of the machine on which figures are measured."""
 
 import datetime
 import platform
@@ -16,7 +16,7 @@ from dllm_engine import __version__
 
 
 def provenance() -> dict[str, Any]:
-    """Machine, versions, threads and date, for a file of figures."""
+    """Machine, versions, threads and date, for result files."""
     current_platform.import_kernels()
     has_gpu = torch.cuda.is_available()
     processor = platform.machine()
@@ -34,7 +34,7 @@ def provenance() -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": version("triton") if find_spec("triton") else None,
         "vllm": vllm.__version__,
-        # Without vLLM's compiled operators, norms and gates are PyTorch's.
+        # Without vLLM's compiled operators, norms and gates run in PyTorch.
         "vllm_operators": hasattr(torch.ops._C, "rms_norm"),
         "dllm_engine": __version__,
         "threads": torch.get_num_threads(),
@@ -43,7 +43,7 @@ def provenance() -> dict[str, Any]:
 
 
 def machine_line(machine: dict[str, Any]) -> str:
-    """``provenance`` in a line, for the head of a table."""
+    """``provenance`` as one line for the head of a table."""
     return "{processor}, {threads} threads, torch {torch}, vLLM {vllm}, {date}".format(
         **machine
     )

@@ -16,25 +16,23 @@ from dllm_engine.text import one_line
 
 @dataclass(frozen=True)
 class HarnessTask(Task):
-    """A task, or group of tasks, of lm_eval, by its name or YAML file, and how to run
-    it.
-    """
+    """A task or group of tasks of lm_eval, by name or YAML file, with settings."""
 
     num_fewshot: int | None = None
     metric: str | None = None
     max_prompt_tokens: int | None = None
     with_chat_template: bool = True
-    """Use the tokenizer's, where it has one."""
+    """Use the tokenizer's chat template, if it has one."""
     add_bos_token: bool | None = None
     """Begin prompts with the BOS token; None: as the tokenizer does."""
     seed: int = 0
-    """Seed of the masks of likelihoods."""
+    """Seed of the masks for likelihoods."""
     mc_num: int = NUM_SAMPLES
-    """Masks per continuation."""
+    """Number of masks per continuation."""
     count: int | None = None
-    """Examples; None: all."""
+    """Number of examples; None: all."""
     include_path: Path | None = None
-    """Folder of more tasks."""
+    """Folder with more tasks."""
     confirm_run_unsafe_code: bool = False
     """Run the programs that a model writes."""
 
@@ -45,7 +43,7 @@ class HarnessTask(Task):
         )
 
     def check(self) -> None:
-        """Raise ``ValueError`` where the task's data is missing, or it is unknown."""
+        """Raise ``ValueError`` if the task is unknown, or its data is missing."""
         try:
             self._manager.load([self.name])
         except KeyError as error:
@@ -76,7 +74,7 @@ class HarnessTask(Task):
         chat = self.with_chat_template and engine.llm.has_chat_template
         if self.confirm_run_unsafe_code:
             os.environ["HF_ALLOW_CODE_EVAL"] = (
-                "1"  # the same consent, for the library that runs the code
+                "1"  # the same consent for the library that runs the code
             )
         results: dict[str, Any] = lm_eval.simple_evaluate(
             DiffusionLM(engine.llm, answer=engine.complete, **settings | decoding),
@@ -104,8 +102,8 @@ class HarnessTask(Task):
 
 @cache
 def task_manager(include_path: Path | None, is_file: bool) -> Any:
-    """lm_eval's index of tasks. Of its own ones it takes seconds, and a task that is a
-    file is not in it.
+    """lm_eval's index of tasks. Indexing its own tasks takes seconds, and is not needed
+    for a task in a file.
     """
     from lm_eval.tasks import TaskManager
 
@@ -113,7 +111,7 @@ def task_manager(include_path: Path | None, is_file: bool) -> Any:
 
 
 def check_lm_eval() -> None:
-    """Raise ``ValueError`` where lm_eval is missing."""
+    """Raise ``ValueError`` if lm_eval is not installed."""
     if find_spec("lm_eval") is None:
         raise ValueError(
             "lm_eval is not installed; run pip install '.[eval]' in a checkout"
@@ -123,9 +121,9 @@ def check_lm_eval() -> None:
 def headline(
     results: dict[str, Any], name: str, metric: str | None
 ) -> tuple[str, float, float | None]:
-    """(metric, score, standard error) of a task or a group: the group's own if it has
-    one, else the mean over its tasks, weighted by examples. ``metric``: lm_eval's
-    ``metric,filter``; None: its first one."""
+    """(metric, score, standard error) of a task or a group. A group without a score
+    gets the mean over its tasks, weighted by examples. ``metric``: lm_eval's
+    ``metric,filter``; None: the first one."""
     groups = results.get("groups") or {}
     examples = results["n-samples"]
     entries = (

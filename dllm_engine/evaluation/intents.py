@@ -10,13 +10,13 @@ from dllm_engine.decisions.questions import Option, Question, as_text
 from dllm_engine.evaluation.labelled_questions import LabelledQuestion
 
 INTENTS = {"intents": "en-US", "intents-all": None}
-"""Tasks, and the locale of each; None: all of them."""
+"""Tasks and their locales; None: all locales."""
 _PACKAGE = "jev-style"
 _FILE = "jev_style/web/demo-data/chinese/massive_dev_subset.json"
 
 
 def read_intents(task: str) -> list[LabelledQuestion]:
-    """The questions of a task; raises ``ValueError`` if the package is not there."""
+    """The questions of a task. Raises ``ValueError`` if the package is not installed."""
     try:
         path = Path(str(distribution(_PACKAGE).locate_file(_FILE)))
         given = json.loads(path.read_text(encoding="utf-8"))

@@ -1,5 +1,5 @@
-"""Questions with their right answers: how often a model is right, and whether its
-probabilities say so.
+"""Questions with right answers: accuracy of a model, and calibration of its
+probabilities.
 """
 
 import json
@@ -19,7 +19,7 @@ from dllm_engine.evaluation.comparison import Result, Task, mean_and_error
 from dllm_engine.evaluation.runner import MeasuredEngine
 
 KEY = "question"
-"""Key of a line that tells it from a prompt."""
+"""Key by which a line of a file is a question, not a prompt."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ def is_labelled(path: Path) -> bool:
 
 
 def read_labelled(path: Path) -> list[LabelledQuestion]:
-    """The questions of a file, a line each: ``{"input": …, "question": {…}, "answer":
+    """The questions of a file, one per line: ``{"input": …, "question": {…}, "answer":
     …}`` with OpenAI's input and question. Raises ``ValueError`` with the number of a
-    line that is none.
+    wrong line.
     """
     labelled = []
     for line in read_input(path):
@@ -65,8 +65,8 @@ def read_labelled(path: Path) -> list[LabelledQuestion]:
 
 
 def _index_of(answer: Any, question: Question) -> int:
-    """The option that an answer names: true or false, the label, or of a score also the
-    number of the level.
+    """Index of the option that an answer names: true or false, the label, or for a
+    score also the index of the level.
     """
     if question.kind == "yes_no":
         if not isinstance(answer, bool):
@@ -84,12 +84,12 @@ def _index_of(answer: Any, question: Question) -> int:
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of answers; the fewer of the last two, the better."""
+    """Scores of answers. Of the last two, lower is better."""
 
     right: list[float]
     """1 for each right answer, else 0."""
     bins: list[tuple[float, float, int]]
-    """As of ``reliability``."""
+    """Result of ``reliability``."""
     brier: float
     """Mean squared difference of the probabilities from 1 for the right option and 0
     for the others, summed over options.
@@ -122,8 +122,8 @@ def scores_of(shares: Sequence[np.ndarray], answers: Sequence[int]) -> Scores:
 def reliability(
     probabilities: Sequence[float], scores: Sequence[float]
 ) -> list[tuple[float, float, int]]:
-    """Mean probability, share of right values, and number of values, of each tenth of
-    probability that has any."""
+    """Mean probability, share of right values, and number of values, for each tenth of
+    probability with values."""
     pairs = np.column_stack((probabilities, scores))
     numbers = np.minimum(pairs[:, 0] * 10, 9).astype(int)
     bins = (pairs[numbers == number] for number in np.unique(numbers))
@@ -133,14 +133,14 @@ def reliability(
 
 
 def calibration_error(bins: Sequence[tuple[float, float, int]]) -> float:
-    """The expected calibration error: the mean difference in ``bins``."""
+    """The expected calibration error: the weighted mean difference in ``bins``."""
     means, shares, sizes = zip(*bins, strict=True)
     return float(np.average(np.abs(np.subtract(means, shares)), weights=sizes))
 
 
 @dataclass(frozen=True)
 class QuestionTask(Task):
-    """Labelled questions, each asked by itself as the engine asks."""
+    """Task of labelled questions. Each is asked alone, with the engine's template."""
 
     questions: Sequence[LabelledQuestion]
 

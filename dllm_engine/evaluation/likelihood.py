@@ -1,14 +1,14 @@
 r"""Log-likelihood of a continuation under a masked diffusion model.
 
-The model has no factorisation from left to right. What papers evaluate with (arXiv
-2502.09992, equation 6 and Algorithm 3) is a lower bound of the log-likelihood of a
-continuation r of L tokens after a prompt p:
+The model has no factorisation from left to right. Papers use a lower bound (arXiv
+2502.09992, equation 6 and Algorithm 3) of the log-likelihood of a continuation r of L
+tokens after a prompt p:
 
 E over l uniform in 1 … L and a uniform choice M of l positions of L/l · Σ_{i ∈ M} log
 p(r_i | p, r without M)
 
-It is a mean over all 2^L − 1 choices of positions, each with the weight 1 / (l · C(L,
-l)): computed as such where that takes no more forward passes than sampling, and
+It is a sum over all 2^L − 1 choices of positions, each with the weight 1 / (l · C(L,
+l)). It is computed exactly if this takes no more forward passes than sampling, and is
 estimated by Monte Carlo otherwise.
 """
 
@@ -29,14 +29,16 @@ Canvas = tuple[list[int], list[int]]
 
 
 def probe_of(canvas: Canvas) -> Probe:
-    """The probe of a canvas, which asks about its own tokens at the masked positions."""
+    """The probe of a canvas: it asks for the probabilities of the canvas's own tokens
+    at the masked positions.
+    """
     tokens, masked = canvas
     return Probe(tokens, masked, [tokens[position] for position in masked])
 
 
 def no_likelihoods(family: ModelFamily) -> str | None:
-    """Reason why the probabilities of given tokens are not computed for a model; None:
-    they are.
+    """Reason why probabilities of given tokens cannot be computed for a model; None:
+    they can.
     """
     if family.has_one_pass:
         return None
@@ -53,10 +55,10 @@ def log_likelihoods(
     num_samples: int = NUM_SAMPLES,
     seed: int = 0,
 ) -> list[float]:
-    """Log-likelihood bounds, in nats, of (prompt tokens, continuation tokens) pairs,
-    the same whatever the other pairs. Continuations of equal length after the same
-    prompt, such as the choices of a question, share their masks. A cache method has no
-    say. ``llm`` has the method ``masked_logprobs`` of ``LLM``."""
+    """Log-likelihood bounds, in nats, of (prompt tokens, continuation tokens) pairs.
+    The result of a pair does not depend on the others. Continuations of equal length
+    after the same prompt, such as the choices of a question, share their masks. No
+    cache is used. ``llm`` must have the method ``masked_logprobs`` of ``LLM``."""
     if num_samples < 1:
         raise ValueError(
             f"num_samples={num_samples} is out of range: it must be at least 1"
@@ -72,8 +74,8 @@ def log_likelihoods(
 def weighted_canvases(
     pairs: Iterable[tuple[list[int], list[int]]], num_samples: int, seed: int
 ) -> Iterator[tuple[int, float, Canvas]]:
-    """(index of the pair, weight, canvas): weighted sums of the canvases'
-    log-probabilities are the bound of a pair.
+    """Yield (index of the pair, weight, canvas). The bound of a pair is the weighted
+    sum of its canvases' log-probabilities.
     """
     for index, (prompt, continuation) in enumerate(pairs):
         rng = np.random.default_rng([seed, len(continuation), *prompt])
@@ -85,9 +87,9 @@ def weighted_canvases(
 def weighted_masks(
     length: int, num_samples: int, rng: np.random.Generator
 ) -> Iterator[tuple[float, list[int]]]:
-    """(weight, masked positions): all masks if there are no more than ``num_samples``,
-    which give the bound; else that many, which estimate it, with numbers of masked
-    tokens spread evenly over 1 … ``length`` (systematic sampling)."""
+    """Yield (weight, masked positions): all masks if there are at most ``num_samples``,
+    which give the exact bound; else ``num_samples`` masks, which estimate it, with
+    numbers of masked tokens spread evenly over 1 … ``length`` (systematic sampling)."""
     if 2**length - 1 <= num_samples:
         for count in range(1, length + 1):
             for masked in itertools.combinations(range(length), count):

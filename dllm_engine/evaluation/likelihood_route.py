@@ -1,8 +1,8 @@
-"""``/v1/likelihoods``: log-likelihoods of answers that a client gives.
+"""The route ``/v1/likelihoods``: log-likelihoods of given answers.
 
-OpenAI's ``echo`` with ``logprobs`` asks for each token's probability after those before
-it, which a masked model does not have. The bound that it has instead needs to know
-where the answer begins.
+OpenAI's ``echo`` with ``logprobs`` asks for the probability of each token after the
+tokens before it, which a masked model does not have. The model's bound depends on where
+the answer begins.
 """
 
 import itertools
@@ -35,14 +35,13 @@ from dllm_engine.vllm_hooks.server.prompts import (
 ROUTE = "/v1/likelihoods"
 MOST_SAMPLES, MOST_ANSWERS = 1024, 256
 MOST_FULL_CANVASES = 256
-"""Most rows of forward passes that a request may take, in canvases of
-``max_model_len``.
+"""Limit on the rows of forward passes for a request, in canvases of ``max_model_len``.
 """
 
 
 class LikelihoodRequest(PromptRequest):
-    """The body of a request. A prompt or messages, and answers that would follow them,
-    as texts or token ids.
+    """The body of a request: a prompt or messages, and possible answers as texts or
+    token ids.
     """
 
     answers: list[str] | list[Tokens] = Field(min_length=1, max_length=MOST_ANSWERS)
@@ -88,7 +87,7 @@ def _check(
     answers: list[list[int]],
     model_config: Any,
 ) -> None:
-    """Raise ``InvalidRequestError`` naming what cannot be computed."""
+    """Raise ``InvalidRequestError`` for a request that cannot be computed."""
     if reason := no_likelihoods(model_config.hf_config.family):
         raise InvalidRequestError(reason)
     limit = model_config.max_model_len
@@ -134,7 +133,7 @@ async def _computed(
     prompt: list[int],
     answers: list[list[int]],
 ) -> list[dict[str, Any]]:
-    """Per answer its log-likelihood, or the log-probabilities of each mask's tokens."""
+    """Log-likelihood of each answer, or the log-probabilities of each mask's tokens."""
     data: list[dict[str, Any]] = [
         {"index": i, "num_tokens": len(answer)} for i, answer in enumerate(answers)
     ]

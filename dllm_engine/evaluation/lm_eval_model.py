@@ -1,4 +1,4 @@
-"""The model ``dllm`` of lm-evaluation-harness, which finds it by its entry point or in
+"""The model ``dllm`` of lm-evaluation-harness, which is found by its entry point or by
 ``dllm lm-eval``.
 """
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
-import lm_eval.models  # noqa: F401 - its own models are registered only where no other was before
+import lm_eval.models  # noqa: F401 - registers models only if none is there yet
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
@@ -28,34 +28,32 @@ DECODING_OPTIONS = (
     "ignore_eos",
 )
 _TASK_OPTIONS = {"temperature", "top_p", "top_k", "seed"}
-"""Options that lm_eval's tasks have under the same names in their
-``generation_kwargs``.
-"""
+"""Options with the same names in the ``generation_kwargs`` of lm_eval's tasks."""
 
 
 @dataclass(frozen=True)
 class HarnessSettings:
-    """Settings by which lm_eval's tasks become requests."""
+    """Settings for making requests from lm_eval's tasks."""
 
     mc_num: int = NUM_SAMPLES
     mc_seed: int = 0
-    """These two: as ``num_samples`` and ``seed`` of ``log_likelihoods``."""
+    """``mc_num`` and ``mc_seed``: ``num_samples`` and ``seed`` of ``log_likelihoods``.
+    """
     check_greedy: bool = True
-    """Report if a continuation is what the model itself would answer, which takes a
-    response of its length; without, lm_eval reads that it is not. Multiple choice does
-    not ask.
+    """Report if a continuation equals the model's own answer, which takes a response of
+    its length. False: report that it does not. Multiple choice does not need it.
     """
     max_prompt_tokens: int | None = None
-    """Longer prompts lose their middle, as LongBench's do; None: they are refused if
-    too long.
+    """Longer prompts lose their middle, as in LongBench; None: prompts that are too
+    long are refused.
     """
     add_bos_token: bool | None = None
     """Begin every prompt with the tokenizer's BOS token, or with no special token;
-    None: as the tokenizer does. A prompt that has it, as from a chat template, gets no
-    second one.
+    None: as the tokenizer does. A prompt that begins with it already, as from a chat
+    template, gets no second one.
     """
     escape_until: bool = False
-    """Do not end responses at a task's stop strings, as some authors evaluate."""
+    """True to ignore a task's stop strings, as some authors do."""
 
 
 @register_model("dllm")
@@ -64,7 +62,7 @@ class DiffusionLM(TemplateLM):
 
     Args:
         pretrained: a model to start, or an engine.
-        answer: as ``complete_requests``, which is the default.
+        answer: function like ``complete_requests``, which is the default.
         options: fields of ``HarnessSettings``, what ``dllm_engine.LLM`` takes
             (``cache_method``, …), and decoding options (``gen_length``, ``threshold``,
             …). These replace a task's own; diffusion options in lm_eval's
@@ -92,12 +90,12 @@ class DiffusionLM(TemplateLM):
             raise ValueError(
                 f"max_prompt_tokens={longest} is out of range: it must be at least 2"
             )
+        # Arguments of lm_eval: the engine batches what fits, on the device that vLLM
+        # finds.
         for name in ("batch_size", "max_batch_size", "device"):
-            options.pop(
-                name, None
-            )  # lm_eval's: the engine batches what fits, on the device that vLLM finds
-        # A ratio lowers the engine's for every request; the engine's own is
-        # cache_options'.
+            options.pop(name, None)
+        # A retention_ratio lowers the engine's ratio for every request. cache_options
+        # sets the engine's ratio.
         self.decoding = {
             name: options.pop(name) for name in DECODING_OPTIONS if name in options
         }
@@ -137,9 +135,9 @@ class DiffusionLM(TemplateLM):
         if add_special_tokens is None:
             add_special_tokens = self.settings.add_bos_token is not False
             if bos and string.startswith(bos):
-                add_special_tokens = False  # a chat template has put it there
+                add_special_tokens = False  # the chat template has added it
         tokens = self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
-        # Not every tokenizer that has a BOS token puts it before texts.
+        # Not every tokenizer with a BOS token puts it before texts.
         if (
             add_special_tokens
             and self.settings.add_bos_token
@@ -161,16 +159,15 @@ class DiffusionLM(TemplateLM):
     def generate_until(
         self, requests: list[Any], disable_tqdm: bool = False
     ) -> list[str]:
-        """Responses, without the stop string that ended them."""
+        """Generate responses, without the stop string that ended them."""
         times: Counter[int] = Counter()
         prompts_and_params = []
         for request in requests:
             context, options = request.args
             params = self._params(options)
             if params.seed is not None:
-                params.seed += times[
-                    id(request)
-                ]  # a task that repeats its requests wants different responses
+                # A task that repeats requests wants different responses.
+                params.seed += times[id(request)]
                 times[id(request)] += 1
             prompts_and_params.append(
                 (self._fit(self.tok_encode(context), params.max_tokens or 1), params)
@@ -181,8 +178,8 @@ class DiffusionLM(TemplateLM):
         return [completion.text for completion in completions]
 
     def _params(self, task_options: dict[str, Any]) -> DiffusionParams:
-        """The decoding parameters of a request of a task that has ``task_options`` as
-        ``generation_kwargs``.
+        """Decoding parameters of a request. ``task_options``: ``generation_kwargs`` of
+        its task.
         """
         named = {
             "max_gen_toks",
@@ -216,8 +213,8 @@ class DiffusionLM(TemplateLM):
         return DiffusionParams(stop=stop, **params)
 
     def _fit(self, prompt: list[int], response_length: int) -> list[int]:
-        """The prompt, shortened where ``max_prompt_tokens`` says so; raises
-        ``ValueError`` if it does not fit.
+        """The prompt, shortened to ``max_prompt_tokens``. Raises ``ValueError`` if it
+        does not fit.
         """
         kept = self.settings.max_prompt_tokens
         limit = self.llm.model_config.max_model_len
@@ -255,7 +252,7 @@ class DiffusionLM(TemplateLM):
     def _greedy(
         self, pairs: Sequence[tuple[list[int], list[int]]], *, use_tqdm: bool
     ) -> list[bool]:
-        """True for each continuation that is the model's own, unmasked one token per
+        """True for each continuation that the model itself generates, one token per
         step in one block.
         """
         generated_lengths = [

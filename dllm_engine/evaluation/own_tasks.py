@@ -1,5 +1,5 @@
-"""Tasks that need no lm_eval: prompts and answers, of a user's file or the demo
-model's, and decisions about them.
+"""Tasks without lm_eval: prompts and answers from a user's file or of the demo model,
+and decisions about them.
 """
 
 import json
@@ -31,18 +31,18 @@ from dllm_engine.evaluation.runner import MeasuredEngine
 from dllm_engine.text import did_you_mean, one_line
 
 DEMO_TASKS = "demo"
-"""All tasks of the demo model together."""
+"""Name of all tasks of the demo model together."""
 DEMO_COUNT = 50
-"""Examples of each task of the demo model, unless another number is asked for."""
+"""Default number of examples of each task of the demo model."""
 DECISIONS = {"decisions": False, "decisions-json": True}
-"""Tasks of decisions, and True for the one with JSON."""
+"""Tasks of decisions; True for the one in JSON."""
 QUESTIONS = {f"questions-{kind}": kind for kind in QUESTION_KINDS}
-"""Tasks of questions to the demo model, and their kind."""
+"""Tasks of questions to the demo model, with their kinds."""
 
 
 def named_task(name: str, count: int | None, seed: int, match: str) -> Task:
-    """A task of the demo model, of intents, or of a JSONL file; raises ``ValueError`` for an
-    unknown one.
+    """A task of the demo model, of intents, or from a JSONL file. Raises ``ValueError``
+    for an unknown task.
     """
     if name.endswith(".jsonl"):
         path = Path(name)
@@ -62,7 +62,7 @@ def named_task(name: str, count: int | None, seed: int, match: str) -> Task:
 
 
 class OwnTask(BaseModel):
-    """A prompt and its answer. Other keys of a line of a file are ignored."""
+    """A prompt and its answer. Other keys of a line are ignored."""
 
     prompt: str | Annotated[list[Message], Field(min_length=1)]
     answer: Annotated[
@@ -72,7 +72,7 @@ class OwnTask(BaseModel):
 
 @dataclass(frozen=True)
 class OwnTasks(Task):
-    """Tasks that are scored together; ``match`` is a key of ``MATCHES``."""
+    """Tasks that are scored together. ``match``: a key of ``MATCHES``."""
 
     tasks: Sequence[OwnTask]
     match: str
@@ -88,15 +88,15 @@ class OwnTasks(Task):
             else "".join(message["content"] for message in task.prompt)
             for task in self.tasks
         )
-        # By characters, not by folders.
+        # commonprefix compares characters, not folders.
         sizes = (len(commonprefix(pair)) for pair in pairwise(texts))  # noqa: RUF071
-        # Pages are shared whole, and a token has a character at least.
+        # Only whole pages are shared, and a token has at least one character.
         num_shared = sum(size for size in sizes if size >= page_size)
         return num_shared / max(sum(map(len, texts)), 1)
 
     def score(self, engine: MeasuredEngine, decoding: dict[str, Any]) -> Result:
-        """The share of tasks answered right. Raises ``ValueError`` for messages without
-        a chat template.
+        """Share of right answers. Raises ``ValueError`` for messages without a chat
+        template.
         """
         from dllm_engine.params import DiffusionParams
 
@@ -123,9 +123,7 @@ class OwnTasks(Task):
 
 
 def demo_tasks(name: str, count: int, seed: int) -> list[OwnTask]:
-    """``count`` examples of a task of the demo model, with ``DEMO_TASKS`` of each of
-    them.
-    """
+    """``count`` examples of a task of the demo model; for ``DEMO_TASKS``, of each task."""
     known = (DEMO_TASKS, *TASKS, *DECISIONS, *INTENTS)
     if name not in known:
         raise ValueError(
@@ -143,8 +141,8 @@ def demo_tasks(name: str, count: int, seed: int) -> list[OwnTask]:
 
 
 def read_tasks(path: Path) -> list[OwnTask]:
-    """The tasks of a file, a line each; raises ``ValueError`` with the number of a line
-    that is none, and for a file without any."""
+    """The tasks of a file, one per line. Raises ``ValueError`` with the number of a
+    wrong line, and for an empty file."""
     tasks = []
     for line in read_input(path):
         try:
@@ -160,8 +158,8 @@ def read_tasks(path: Path) -> list[OwnTask]:
 
 
 def last_number(text: str) -> float | None:
-    """The last number in a text, without the commas between thousands; None where there
-    is none.
+    """The last number in a text, without commas between thousands; None if there is
+    none.
     """
     numbers = re.findall(r"(?:(?<!\d)-)?\d[\d,]*(?:\.\d+)?", text)
     return float(numbers[-1].replace(",", "")) if numbers else None
@@ -174,12 +172,12 @@ MATCHES: dict[str, Callable[[str, str], bool]] = {
         last_number(response) == last_number(answer) is not None
     ),
 }
-"""When a response is right."""
+"""Functions that decide if a response is right."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt, and fields with their choices and right values."""
+    """A prompt, and fields with choices and right values."""
 
     prompt: str
     choices: dict[str, list[str]]
@@ -190,7 +188,7 @@ class Question:
 
     @property
     def constraint(self) -> dict[str, Any]:
-        """Structured output of the same texts."""
+        """Structured output with the same texts."""
         from dllm_engine.decisions.requests import schema_of
 
         if self.template is None:
@@ -202,7 +200,7 @@ class Question:
         return {"regex": self.template.replace(".", r"\.").format(**groups)}
 
     def scores(self, text: str) -> list[float]:
-        """1 for each field that has its right value in a response, else 0."""
+        """1 for each field with the right value in a response, else 0."""
         if self.template is None:
             answer = json.loads(text)
         else:
@@ -213,14 +211,14 @@ class Question:
 
 @dataclass(frozen=True)
 class DecisionTask(Task):
-    """Questions that are decided in ``passes``, or without them answered by generating
-    the text.
+    """Task of questions that are decided in ``passes``, or without passes answered by
+    generated text.
     """
 
     questions: Sequence[Question]
 
     def score(self, engine: MeasuredEngine, decoding: dict[str, Any]) -> Result:
-        """The share of fields that have the right value."""
+        """Share of fields with the right value."""
         from vllm.sampling_params import StructuredOutputsParams
 
         from dllm_engine.decisions.requests import decision_params, schema_of
@@ -244,9 +242,8 @@ class DecisionTask(Task):
                     schema, tokenizer, config, template=question.template, passes=passes
                 )
             text = StructuredOutputsParams(**question.constraint)
-            return DiffusionParams(
-                gen_length=64, structured_outputs=text, **others
-            )  # enough for four fields
+            # Enough for four fields.
+            return DiffusionParams(gen_length=64, structured_outputs=text, **others)
 
         requests = [
             (prompt_tokens(question.prompt, tokenizer), params_of(question))
@@ -270,7 +267,7 @@ class DecisionTask(Task):
 
 
 def labelled_questions(kind: str, count: int, seed: int) -> list[LabelledQuestion]:
-    """``count`` questions of a kind, each about a text of its own."""
+    """``count`` questions of a kind, each about another text."""
     labelled = []
     for each in ask(seed, count, [kind]):
         (item,) = each.asked
@@ -281,8 +278,8 @@ def labelled_questions(kind: str, count: int, seed: int) -> list[LabelledQuestio
 
 
 def demo_questions(count: int, seed: int, *, as_json: bool) -> list[Question]:
-    """``count`` questions from each recall task, in JSON, which the demo model has
-    never seen, or as it answers.
+    """``count`` questions from each recall task, answered in JSON, which the demo model
+    has never seen, or in its trained form.
     """
     statement = re.compile(r"(\w+)(=| lives in )(\w+)")
     questions = []

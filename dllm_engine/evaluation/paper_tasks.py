@@ -1,9 +1,9 @@
-"""Benchmarks and tables as the papers set them up (``paper_tasks.toml``).
+"""Benchmarks and tables with the settings of papers (``paper_tasks.toml``).
 
-Prompts, stop strings and scoring are lm_eval's; the papers used other harnesses for
-some, so that scores need not be theirs. No paper says how it gives few-shot examples to
-an instructed model; lm_eval's way is a turn each. Every row here unmasks one token per
-step.
+Prompts, stop strings and scoring are those of lm_eval. Papers used other harnesses for
+some benchmarks, so scores may differ. No paper says how it gives few-shot examples to
+an instructed model; lm_eval makes each example a turn. Every row here unmasks one token
+per step.
 """
 
 import logging
@@ -24,8 +24,7 @@ _PAPERS: dict[str, dict[str, Any]] = tomllib.loads(
 )
 _TASK_FILES = Path(__file__).with_name("tasks")
 PAPERS: dict[str, str] = {name: paper["title"] for name, paper in _PAPERS.items()}
-"""In the order in which they are asked for a benchmark's settings where none is named.
-"""
+"""Papers by name, in the order in which they are searched for a benchmark."""
 PAPER_TASKS: tuple[dict[str, Any], ...] = tuple(
     {
         "paper": name,
@@ -36,8 +35,8 @@ PAPER_TASKS: tuple[dict[str, Any], ...] = tuple(
     for name, paper in _PAPERS.items()
     for row in paper["tasks"]
 )
-"""A benchmark in one paper each, with the keys of the file; ``cache_options`` by
-checkpoint and cache method.
+"""Rows with the settings of one benchmark in one paper. Keys are those of the file;
+``cache_options`` are by checkpoint and cache method.
 """
 PAPER_TABLES: dict[str, dict[str, str]] = {
     f"{name}/{table['name']}": {
@@ -50,14 +49,14 @@ PAPER_TABLES: dict[str, dict[str, str]] = {
     for name, paper in _PAPERS.items()
     for table in paper["tables"]
 }
-"""By the name that ``--paper-table`` takes, with the keys of the file. No
-``benchmarks`` if it cannot be made.
+"""Tables by their names in ``--paper-table``, with the keys of the file. A table that
+cannot be made has no ``benchmarks``.
 """
 
 
 def paper_table(key: str) -> dict[str, str]:
-    """A table with the benchmarks of a group by name; raises ``ValueError`` if it is
-    unknown, or cannot be made.
+    """A table of a paper, with groups replaced by their benchmarks. Raises
+    ``ValueError`` if it is unknown, or cannot be made.
     """
     if key not in PAPER_TABLES:
         raise ValueError(f"table {key!r} is unknown{choices(key, PAPER_TABLES)}")
@@ -75,8 +74,8 @@ def paper_task(
     *,
     is_base: bool = False,
 ) -> dict[str, Any]:
-    """The row of a benchmark, of the first paper that has it unless one is named;
-    raises ``ValueError``.
+    """The row of a benchmark, in the named paper or in the first paper that has it.
+    Raises ``ValueError`` if there is none.
     """
     if paper is not None and paper not in PAPERS:
         raise ValueError(f"paper {paper!r} is unknown{choices(paper, PAPERS)}")
@@ -94,7 +93,7 @@ def paper_task(
 
 
 def is_for(row: dict[str, Any], family: ModelFamily, is_base: bool) -> bool:
-    """True if a row is for models of a family, instructed or not."""
+    """Return True if a row is for models of a family, instructed or not."""
     is_familys = family.name in row.get("families", [family.name])
     return is_familys and row.get("base", is_base) == is_base
 
@@ -102,7 +101,7 @@ def is_for(row: dict[str, Any], family: ModelFamily, is_base: bool) -> bool:
 def harness_task(
     row: dict[str, Any], model: str, *, is_base: bool, add_bos_token: bool | None = None
 ) -> HarnessTask:
-    """The task of a row for a checkpoint."""
+    """Make the task of a row for a checkpoint."""
     length = row["gen_length"]
     name = row.get("base_task", row["task"]) if is_base else row["task"]
     lengths = {
@@ -127,8 +126,8 @@ def harness_task(
 def tasks_of_papers(
     model: str, benchmarks: list[str], paper: str | None
 ) -> list[HarnessTask]:
-    """The benchmarks as a paper runs them with a model; raises ``ValueError`` for an
-    unknown benchmark or paper.
+    """Tasks for benchmarks with a paper's settings for a model. Raises ``ValueError``
+    for an unknown benchmark or paper.
     """
     family, name = load_config(model).family, own_name(model)
     is_base = has_word(name, "base")

@@ -14,12 +14,12 @@ COSTS = {
     "tokens_per_pass": "response tokens per forward pass",
     "memory_mib": "memory at the peak (MiB)",
 }
-"""Costs, and the label of each one's axis."""
+"""Costs with their axis labels."""
 
 
 def plot_beside(output: Path | None) -> Path | None:
-    """A PNG of the same name as ``output``; None where there is none, and with a
-    warning where it cannot be drawn.
+    """Path of a PNG with the name of ``output``; None without an output, or with a
+    warning if plots cannot be drawn.
     """
     if output is None:
         return None
@@ -34,8 +34,8 @@ def plot_beside(output: Path | None) -> Path | None:
 
 
 def draw_tradeoff(measured: Sequence[Row], path: Path | None) -> None:
-    """Draw a row of panels per task and a column per cost, a colour per cache method, a
-    mark per unmasking rule.
+    """Draw panels with a row per task and a column per cost. Colours show cache
+    methods, marks show unmasking rules.
     """
     rows = [
         row.values | {"panel": f"{row.task}: {row.result.metric}"}
@@ -83,8 +83,8 @@ def draw_tradeoff(measured: Sequence[Row], path: Path | None) -> None:
 
 
 def draw_reliability(measured: Sequence[Row], path: Path | None) -> None:
-    """Draw the share of right values over their probability, of rows that have both. It
-    is saved beside ``path``.
+    """Draw the share of right values over their probability, for rows with both. The
+    plot is saved beside ``path``.
     """
     rows = [row for row in measured if "reliability" in row.result.details]
     if path is None or not rows:

@@ -1,4 +1,4 @@
-"""An engine answers requests, and the cost of the answers is measured."""
+"""Runs of requests on an engine, with measured costs."""
 
 import time
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from dllm_engine.scheduler.diffusion_scheduler import DiffusionScheduler
 
 Request = tuple[list[int], "DiffusionParams"]
-"""Prompt tokens and how to answer them."""
+"""Prompt tokens and decoding parameters."""
 MIB = 1 << 20
 NUM_WARMUP = 4
 """Requests that are answered before a run is measured."""
 
 
 _PEAKS = ("page_bytes", "memory_bytes")
-"""Fields of ``Cost`` of which the largest counts; of the others, the sum."""
+"""Fields of ``Cost`` that add up to their maximum. Others add up to their sum."""
 
 
 def _ratio(amount: float | None, number: float) -> float | None:
@@ -30,32 +30,34 @@ def _ratio(amount: float | None, number: float) -> float | None:
 
 @dataclass
 class Cost:
-    """Cost of responses: sums over requests, then peaks of memory."""
+    """Cost of responses: sums over requests, and peaks of memory."""
 
     requests: int = 0
     tokens: int = 0
-    """Before the first end token of each response; never the prompt's."""
+    """Number of response tokens before the first end token."""
     seconds: float = 0.0
-    """Until all requests were answered."""
+    """Time until all requests were answered."""
     first_block_seconds: float = 0.0
-    """From handing a request in to its first finished block."""
+    """Time from adding a request to its first finished block."""
     latency_seconds: float = 0.0
-    """From handing a request in to its end."""
+    """Time from adding a request to its end."""
     tokens_unmasked: int = 0
-    """To the end of each last block."""
+    """Number of tokens unmasked up to the end of the last block."""
     forward_passes: int = 0
-    """Passes that requests share count for each."""
+    """Forward passes. A pass that several requests share counts for each."""
     tokens_computed: int = 0
     """Rows fed to the model."""
     page_bytes: int | None = None
-    """Pages held by requests at once; None if the engine runs in other processes."""
-    memory_bytes: int | None = None
-    """GPU memory, without the pages that no request held; None on a CPU and in other
+    """Bytes of pages that requests held at once; None if the engine runs in other
     processes.
+    """
+    memory_bytes: int | None = None
+    """Bytes of GPU memory, without pages that no request held; None on a CPU, and if
+    the engine runs in other processes.
     """
 
     def add(self, other: "Cost") -> None:
-        """Count another measurement in."""
+        """Add another measurement."""
         for name, value in vars(other).items():
             known = [own for own in (getattr(self, name), value) if own is not None]
             setattr(
@@ -68,7 +70,7 @@ class Cost:
 
     @property
     def figures(self) -> dict[str, float | None]:
-        """Means per request and peaks in MiB; None if unknown."""
+        """Means per request, and peaks in MiB; None if unknown."""
         num_requests = self.requests
         return {
             "passes_per_answer": _ratio(self.forward_passes, num_requests),
@@ -91,12 +93,13 @@ class MeasuredEngine:
     def complete(
         self, requests: Sequence[Request], before: Sequence[Request] = ()
     ) -> tuple[list[Any], Cost]:
-        """Complete requests as ``complete_requests`` does, after those ``before``,
-        which do not count. The first requests of all are answered once, to warm up.
+        """Complete requests like ``complete_requests``, after the requests ``before``,
+        which do not count. The very first requests are answered once before, to warm
+        up.
         """
         if not self.cost.requests:
             complete_requests(self.llm, requests[:NUM_WARMUP])
-        # Each run does the same work, whatever ran before.
+        # Forget prefixes, so that each run does the same work, whatever ran before.
         self.llm.reset_prefix_cache()
         complete_requests(self.llm, before)
         completions, cost = complete_requests(self.llm, requests, self._label)
@@ -107,8 +110,9 @@ class MeasuredEngine:
 def complete_requests(
     llm: "LLM", requests: Sequence[Request], label: str = ""
 ) -> tuple[list[Any], Cost]:
-    """The completions, in order, and what they cost; raises ``ValueError`` if the
-    engine ends a request. At most ``max_num_seqs`` requests are in the engine at once.
+    """Complete requests; returns the completions in order, and their cost. Raises
+    ``ValueError`` if the engine fails a request. At most ``max_num_seqs`` requests are
+    in the engine at once.
     """
     import torch
     from vllm.sampling_params import RequestOutputKind
@@ -123,9 +127,8 @@ def complete_requests(
     completions: dict[int, Any] = {}
     cost = Cost()
     core = getattr(engine.engine_core, "engine_core", None)
-    is_in_process = core is not None and hasattr(
-        core.model_executor, "driver_worker"
-    )  # with its only worker
+    # True if the engine and its only worker run in this process.
+    is_in_process = core is not None and hasattr(core.model_executor, "driver_worker")
     pool = scheduler_of(llm).pages if is_in_process else None
     most_pages = 0
     if has_gpu := torch.cuda.is_available():
@@ -138,7 +141,8 @@ def complete_requests(
         while len(completions) < len(requests):
             while len(starts) < min(len(requests), len(completions) + at_once):
                 params = params_with_lengths[len(starts)].clone()
-                params.output_kind = RequestOutputKind.CUMULATIVE  # an output per block
+                # One output per block.
+                params.output_kind = RequestOutputKind.CUMULATIVE
                 engine.add_request(str(len(starts)), prompts[len(starts)], params)
                 starts.append(time.perf_counter())
             outputs = engine.step()
@@ -171,9 +175,8 @@ def complete_requests(
     finally:
         bar.close()
         if len(completions) < len(starts):
-            engine.abort_request(
-                [str(index) for index in range(len(starts))]
-            )  # it goes on with other requests
+            # The engine goes on with other requests.
+            engine.abort_request([str(index) for index in range(len(starts))])
     if pool is not None:
         cost.page_bytes = reserved = 0
         if (

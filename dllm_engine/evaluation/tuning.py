@@ -1,5 +1,5 @@
-"""The search of ``dllm tune``: one factor after the other is varied, of the fastest
-setting so far whose score is at most so much below that of plain decoding. Each setting
+"""The search of ``dllm tune``: it varies one factor after the other of the fastest
+setting so far that loses at most the allowed score against plain decoding. Each setting
 is a row of a comparison."""
 
 import math
@@ -34,7 +34,9 @@ FACTORS = (
     "share_prompts",
     "rule",
 )
-"""Parts of a setting; the rule again, because a cache changes what it may risk."""
+"""Parts of a setting in search order. The rule comes again, because a cache changes
+which rules lose too much.
+"""
 _TUNED = {name: PARALLEL_RULES[name].tuned for name in PARALLEL_OPTIONS}
 _MOST_TUNED = max(map(len, _TUNED.values()))
 RULES: Sequence[Options] = [
@@ -43,8 +45,8 @@ RULES: Sequence[Options] = [
     for name, values in _TUNED.items()
     if rank < len(values)
 ]
-"""The most careful value of every rule, then the next ones, so that a short search has
-tried each rule.
+"""The most careful value of every rule, then the next ones, so that a short search
+tries each rule.
 """
 WINDOWS = (0.75, 0.5, 0.1, 0.0)
 """Values of ``block_add_threshold``."""
@@ -55,13 +57,13 @@ SHORTEST_BLOCK = 4
 
 @dataclass(frozen=True)
 class Setting:
-    """A way to run a model. The defaults are plain decoding: no cache, a token per
+    """Settings to run a model. The defaults are plain decoding: no cache, one token per
     pass, one block at a time.
     """
 
     cache_method: str = "none"
     cache_options: Options = field(default_factory=dict)
-    """Options that differ from the paper's."""
+    """Cache options that differ from the paper's."""
     decoding: Options = field(default_factory=dict)
     share_prompts: bool = False
 
@@ -72,12 +74,12 @@ class Setting:
 
     @property
     def sharing(self) -> Options:
-        """``share_prompts``, unless it is the default."""
+        """``share_prompts``, if it is not the default."""
         return {"share_prompts": True} if self.share_prompts else {}
 
     def combination(self, engine: Options, decoding: Options) -> Combination:
-        """The setting with arguments of ``LLM`` and of ``DiffusionParams`` that all
-        settings share.
+        """The combination of this setting and the arguments of ``LLM`` and
+        ``DiffusionParams`` that all settings share.
         """
         method = method_text(self.cache_method, self.cache_options | self.sharing)
         unmasking = assignments(self.decoding) or "one"
@@ -91,7 +93,7 @@ PLAIN = Setting()
 
 @dataclass(frozen=True)
 class Space:
-    """The values of each factor that are tried."""
+    """The values to try for each factor."""
 
     methods: dict[str, list[Options]]
     """Cache methods with the options to try beside the paper's."""
@@ -99,19 +101,18 @@ class Space:
     windows: Sequence[float] = ()
     block_lengths: Sequence[int] = ()
     shares: bool = False
-    """Methods that can are tried with ``share_prompts``."""
+    """True to try ``share_prompts`` with the methods that support it."""
 
     def varied(self, setting: Setting, factor: str) -> list[Setting]:
-        """The settings that have another value of a factor."""
+        """Settings with another value of a factor."""
         decoding = setting.decoding
         without_rule = {
             k: value
             for k, value in decoding.items()
             if k not in (*COUNT_OPTIONS, *PARALLEL_OPTIONS)
         }
-        windows = (
-            self.windows if decoding.keys() & {*PARALLEL_OPTIONS} else ()
-        )  # a count allows one block
+        # A fixed count allows only one block.
+        windows = self.windows if decoding.keys() & {*PARALLEL_OPTIONS} else ()
         tried: dict[str, list[dict[str, Any]]] = {
             "rule": [{"decoding": rule | without_rule} for rule in self.rules],
             "block_length": [
@@ -144,9 +145,10 @@ def space_of(
     *,
     begin_alike: bool = False,
 ) -> Space:
-    """The space for a model whose requests have options ``decoding``, and prompts that
-    ``begin_alike`` or not; None: all cache methods that suit the model. Where attention
-    goes by blocks they keep their length, and run one at a time."""
+    """The search space for a model. ``decoding``: options of all requests;
+    ``begin_alike``: True if prompts have a common beginning; ``methods`` None: all
+    cache methods that suit the model. With attention by blocks, blocks keep their
+    length and run one at a time."""
     from dllm_engine.request_options.defaults import checkpoint_defaults
     from dllm_engine.request_options.sampling_params import DEFAULT_GEN_LENGTH
 
@@ -180,7 +182,9 @@ def space_of(
 
 @dataclass
 class Search:
-    """Finds the fastest setting within a loss; ``comparison`` gets a row per setting."""
+    """Search for the fastest setting within a loss. ``comparison`` gets a row per
+    setting.
+    """
 
     comparison: Comparison
     task: Task
@@ -189,11 +193,11 @@ class Search:
     """Engine options that all settings share."""
     decoding: Options
     limit: float
-    """The most of the score to lose."""
+    """The largest allowed loss of the score."""
     rows: list[tuple[Setting, Row]] = field(default_factory=list)
 
     def run(self, budget: float) -> None:
-        """Search for so many seconds, and until a row that runs then is measured."""
+        """Search for this number of seconds. A row that is running then is finished."""
         deadline = time.monotonic() + budget
         self._measure([PLAIN], math.inf)
         for factor in FACTORS:
@@ -215,7 +219,9 @@ class Search:
 
     @property
     def best(self) -> tuple[Setting, Row]:
-        """The fastest setting whose observed loss is allowed; plain decoding's is none."""
+        """The fastest setting whose measured loss is allowed. Plain decoding has no
+        loss.
+        """
         allowed = [
             (setting, row)
             for setting, row in self.rows
@@ -242,10 +248,11 @@ class Search:
 def loss_interval(
     plain: Sequence[float], scores: Sequence[float]
 ) -> tuple[float, float]:
-    """The 90 % interval of the mean that scores are below those of plain decoding on
-    the same examples, with one lost and one won added: for answers right or wrong the
-    adjusted Wald interval of Bonett and Price (2012, Journal of Educational and
-    Behavioral Statistics 37), which holds for few examples and for none that differ."""
+    """90 % confidence interval of the mean loss against plain decoding on the same
+    examples, with one lost and one won example added. For answers that are right or
+    wrong this is the adjusted Wald interval of Bonett and Price (2012, Journal of
+    Educational and Behavioral Statistics 37), which also holds for few examples, and if
+    no example differs."""
     differences = [a - b for a, b in zip(plain, scores, strict=True)]
     centre, error = mean_and_error([*differences, 1.0, -1.0])
     bound = NormalDist().inv_cdf(0.95) * error

@@ -51,9 +51,8 @@ def minimal(automaton: Automaton) -> Automaton:
             break
         num_groups = len(firsts)
     firsts = np.flatnonzero(kept)[firsts]
-    table = np.insert(
-        group[automaton.next_state[firsts]], 0, -1, axis=1
-    )  # first of all a class that leads nowhere
+    # Column 0 is a class that leads nowhere.
+    table = np.insert(group[automaton.next_state[firsts]], 0, -1, axis=1)
     columns, kinds = distinct_rows(table.T)
     class_of = (kinds[automaton.class_of + 1] - 1).astype(np.int32)
     return Automaton(

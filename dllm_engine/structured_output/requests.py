@@ -390,10 +390,11 @@ def vocabulary_of(tokenizer: TokenizerLike | None, vocab_size: int) -> Vocabular
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         raise _refused("it is none of Hugging Face's fast tokenizers")
+    # Imported here, because it is slow, and only structured output needs it.
     from xgrammar import (
         TokenizerInfo,
         VocabType,
-    )  # slow, and only structured output needs it
+    )
 
     vocabulary = TokenizerInfo.from_huggingface(
         tokenizer, vocab_size=vocab_size, stop_token_ids=0

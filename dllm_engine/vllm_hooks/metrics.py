@@ -1,9 +1,9 @@
 """Metrics of a diffusion engine, beside vLLM's own on ``/metrics`` and in
 ``LLM.get_metrics()``.
 
-The scheduler counts (``scheduler/engine_stats.py``). Its counts travel in vLLM's
-``SchedulerStats``, in a dictionary for key-value connectors, which diffusion engines
-refuse, and are taken out again here.
+The scheduler counts (``scheduler/engine_stats.py``). Its counts travel in a dictionary
+of vLLM's ``SchedulerStats`` for key-value connectors, which diffusion engines do not
+have, and are removed from it here.
 """
 
 from dataclasses import fields
@@ -18,8 +18,8 @@ from dllm_engine.structured_output import automata
 from dllm_engine.vllm_hooks.patch import Original, is_ours
 
 PREFIX = {True: "vllm:diffusion_", False: "vllm:dllm_"}
-"""By ``MetricSpec.of_vllm``. vLLM shows in ``LLM.get_metrics()`` what begins with
-``vllm:``.
+"""Prefixes of names, by ``MetricSpec.of_vllm``. ``LLM.get_metrics()`` only shows
+metrics that begin with ``vllm:``.
 """
 OF_FRONT_END = {
     "constrained_requests": MetricSpec(
@@ -37,17 +37,19 @@ OF_FRONT_END = {
         "counter", "questions", "Questions of decisions that were answered."
     ),
     "decision_rows": MetricSpec(
-        "counter", "rows", "Rows that forward passes computed to answer them."
+        "counter", "rows", "Rows computed to answer questions of decisions."
     ),
     "decision_prompt_tokens": MetricSpec(
-        "counter", "tokens", "Tokens of the prompts that asked them."
+        "counter", "tokens", "Prompt tokens of decisions."
     ),
     "decision_shared_tokens": MetricSpec(
-        "counter", "tokens", "Those of them that were read from shared pages."
+        "counter",
+        "tokens",
+        "Prompt tokens of decisions that were read from shared pages.",
     ),
 }
-"""Counted where requests are checked (``structured_output/automata.py``) and questions
-are answered (``decisions/answering.py``), not by the scheduler.
+"""Metrics that the scheduler does not count: ``structured_output/automata.py`` counts
+when requests are checked, and ``decisions/answering.py`` when questions are answered.
 """
 METRICS: dict[str, MetricSpec] = {
     f.name: f.metadata["metric"] for f in fields(EngineStats)
@@ -55,13 +57,11 @@ METRICS: dict[str, MetricSpec] = {
 
 
 class DiffusionStatLogger(AggregateStatLoggerBase):
-    """The metrics of the engines behind one front end, in the place where vLLM's own
-    loggers are.
-    """
+    """Logger of the metrics of all engines of a front end, beside vLLM's own loggers."""
 
     def __init__(self, logger: Any) -> None:
-        """``logger``: vLLM's, with ``prometheus_client``'s classes or stand-ins for
-        them (Ray has its own).
+        """``logger``: vLLM's logger, with the metric classes of ``prometheus_client``
+        or of Ray.
         """
         self._values_per_engine: dict[int, list[Any]] = logger.per_engine_labelvalues
         self._metrics: dict[str, Any] = {}
@@ -79,7 +79,7 @@ class DiffusionStatLogger(AggregateStatLoggerBase):
             )
             for engine_values in self._values_per_engine.values():
                 for value in [[each] for each in spec.values] if spec.label else [[]]:
-                    # So that it is shown from the start.
+                    # Create the series, so that it is shown from the start.
                     metric.labels(*engine_values, *value)
 
     def record(
@@ -89,7 +89,7 @@ class DiffusionStatLogger(AggregateStatLoggerBase):
         mm_cache_stats: Any = None,
         engine_idx: int = 0,
     ) -> None:
-        """Add one message of an engine."""
+        """Add the counts of one message of an engine."""
         message = take_stats(scheduler_stats)
         if message is None:
             return
@@ -109,18 +109,20 @@ class DiffusionStatLogger(AggregateStatLoggerBase):
                     metric.labels(*labels).observe(observation)
 
     def log_engine_initialized(self) -> None:
-        """vLLM's own loggers describe the engine."""
+        """Do nothing, because vLLM's own loggers describe the engine."""
 
 
 def init_with_metrics(
     init: Original, self: Any, vllm_config: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Add the metrics of diffusion engines. vLLM loads ``vllm.stat_logger_plugins`` in
-    servers only, and knows the classes of metrics (Ray's, or Prometheus') itself."""
+    """Add the metrics of diffusion engines. Not by ``vllm.stat_logger_plugins``, which
+    vLLM loads only in servers, and which does not tell the metric classes (of Ray or
+    Prometheus)."""
     init(self, vllm_config, *args, **kwargs)
     if is_ours(vllm_config):
         (logger,) = (
             each for each in self.stat_loggers if isinstance(each, PrometheusStatLogger)
         )
-        # The first takes our counts out of what the others read.
+        # Ours comes first, because it removes our counts from the stats that the others
+        # read.
         self.stat_loggers.insert(0, DiffusionStatLogger(logger))

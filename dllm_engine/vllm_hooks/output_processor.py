@@ -1,7 +1,8 @@
-"""vLLM's output processor attaches what our scheduler sends beside tokens.
+"""Additions to vLLM's output processor, which attaches the scheduler's figures and
+running blocks to outputs.
 
-A request has figures and, where it streams by step, its running block. vLLM takes every
-output for new tokens, in its latency histograms too, so outputs that only show the
+A request has figures, and if it streams by step a running block. vLLM counts every
+output as new tokens, also in its latency histograms, so outputs that only show the
 running block bypass it.
 """
 
@@ -20,14 +21,14 @@ from dllm_engine.vllm_hooks.patch import Original
 
 
 class Detokenizer:
-    """vLLM's detokenizer with the whole text: vLLM leaves out the last token of a
-    response that stops, since it takes that for an end token.
+    """vLLM's detokenizer, which returns the whole text. vLLM omits the last token of a
+    response that stops, because it assumes an end token.
     """
 
     def __init__(self, detokenizer: Any) -> None:
         self._detokenizer = detokenizer
         self.is_complete = False
-        """The response has stopped without an end token."""
+        """True if the response has stopped without an end token."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._detokenizer, name)
@@ -39,7 +40,7 @@ class Detokenizer:
 
 
 class DiffusionRequestState(RequestState):
-    """vLLM's state of a request, with what our scheduler has sent about it."""
+    """vLLM's state of a request, with the messages of our scheduler."""
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
@@ -50,12 +51,12 @@ class DiffusionRequestState(RequestState):
         self._reader: BlockReader | None = None
 
     def read_request(self, request: Any) -> None:
-        """Take what the request carries about its length."""
+        """Read the figures about the choice of the length from a request."""
         if (figures := bytes_in(request.sampling_params, LENGTH_FIGURES)) is not None:
             self._length_figures = json.loads(figures)
 
     def read(self, message: dict[str, Any]) -> None:
-        """Take a message, for the completion that is made next."""
+        """Read a message for the next completion."""
         figures = message[FIGURES_KEY] | self._length_figures
         self._figures = DiffusionFigures(**figures)
         self.detokenizer.is_complete = COMPLETE_KEY in message
@@ -69,7 +70,7 @@ class DiffusionRequestState(RequestState):
     def output_without_tokens(self) -> Any:
         completion = self._new_completion_output([], None, None)
         if completion.logprobs is not None and not completion.token_ids:
-            # Before the first token vLLM hands out its own list.
+            # Before the first token vLLM returns its internal list.
             completion.logprobs = completion.logprobs[:0]
         request = self.parent_req or self
         return self._new_request_output(request.external_req_id, [completion], False)
@@ -79,7 +80,7 @@ class DiffusionRequestState(RequestState):
         completion.diffusion = self._figures
         completion.provisional, self._provisional = self._provisional, None
         if (figures := self._figures) is not None:
-            # Not what is behind a stop string.
+            # Only tokens before a stop string.
             returned = slice(self.detokenizer.num_output_tokens())
             completion.diffusion = replace(
                 figures,
@@ -95,11 +96,11 @@ class DiffusionRequestState(RequestState):
 
 
 class DiffusionRequestOutput(RequestOutput):
-    """vLLM's output of a request, whose completions have figures and running blocks."""
+    """vLLM's output of a request. Its completions have figures and running blocks."""
 
     def add(self, next_output: RequestOutput, aggregate: bool) -> None:
-        """Keep the latest figures, and the latest state of each running block, where a
-        slow consumer has not fetched an output.
+        """Merge a new output into one that a slow consumer has not fetched: keep the
+        latest figures, and the latest state of each running block.
         """
         before = {
             completion.index: shown_blocks(completion) for completion in self.outputs
@@ -123,7 +124,7 @@ class DiffusionRequestOutput(RequestOutput):
 def state_with_figures(
     from_new_request: Original, cls: type, *args: Any, **kwargs: Any
 ) -> Any:
-    """Make vLLM's state of a request of a class that has figures."""
+    """Make vLLM's state of a request, with our class that has figures."""
     is_pooling = kwargs["request"].sampling_params is None
     state_class = cls if is_pooling else DiffusionRequestState
     state = from_new_request(state_class, *args, **kwargs)
@@ -139,7 +140,7 @@ def process_messages(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Take figures and the running block out of the engine's messages."""
+    """Read figures and running blocks from the engine's messages, and remove them."""
     settled, shown = [], []
     for output in engine_core_outputs:
         message = output.kv_transfer_params or {}
@@ -165,8 +166,8 @@ def process_messages(
 
 
 def shown_blocks(completion: Any) -> list[ProvisionalBlock]:
-    """The running blocks that a completion shows: those that have ended since the
-    consumer fetched it, then the latest."""
+    """The running blocks of a completion: blocks that have ended since the consumer
+    fetched the last output, then the latest one."""
     latest = getattr(completion, PROVISIONAL_KEY, None)
     return [
         *getattr(completion, "earlier_blocks", ()),

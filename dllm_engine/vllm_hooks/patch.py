@@ -1,4 +1,4 @@
-"""Replaces functions of vLLM, after checking that they are what we expect."""
+"""Replacement of functions of vLLM, with a check of their parameters."""
 
 import functools
 import inspect
@@ -11,26 +11,26 @@ from typing import Any
 from dllm_engine.vllm_hooks.release import unfit
 
 Original = Callable[..., Any]
-"""vLLM's own function, which ours replaces."""
+"""vLLM's function, which ours replaces."""
 _MARK = "_dllm_engine_patch"
 
 
 def is_ours(owner: Any) -> bool:
-    """Return True if an object of vLLM, which has a ``vllm_config`` or a
-    ``model_config``, serves one of our models.
+    """Return True if an object of vLLM serves one of our models. It must have a
+    ``vllm_config`` or a ``model_config``.
     """
     model_config = getattr(getattr(owner, "vllm_config", owner), "model_config", None)
     return getattr(model_config, "is_dllm_engine", False)
 
 
 def apply(replacements: Mapping[str, str]) -> None:
-    """Replace functions, all or none, also where another module of vLLM has imported
-    one. A second call changes nothing. Raises ``IncompatibleVLLMError`` naming a
-    function that is missing or takes other parameters.
+    """Replace all functions or none, also in modules of vLLM that have imported one. A
+    second call changes nothing. Raises ``IncompatibleVLLMError`` naming a function that
+    is missing or has other parameters.
 
-    ``replacements`` has, by ``module:function`` or ``module:Class.function`` of vLLM,
-    ``module:function`` of ours in this package. It is called with the original and what
-    that is called with; it names the original's first parameters.
+    ``replacements`` maps ``module:function`` or ``module:Class.function`` of vLLM to
+    ``module:function`` in this package. Our function is called with the original and
+    with its arguments. It must name the original's first parameters.
     """
     new = []
     for target, path in replacements.items():
@@ -55,7 +55,7 @@ def _original(target: str) -> tuple[Any, str, Any]:
     owner_path, _, name = path.rpartition(".")
     try:
         owner = resolve_name(f"{module}:{owner_path}")
-        return owner, name, vars(owner)[name]  # its own, not one that it inherits
+        return owner, name, vars(owner)[name]  # its own function, not an inherited one
     except (ImportError, AttributeError, KeyError) as error:
         raise unfit(f"It replaces {target}, which is not there: {error}") from error
 
@@ -65,7 +65,9 @@ def _function(original: Any) -> Any:
 
 
 def _replacement(target: str, path: str, replaced: Any) -> Any:
-    """Our function for one of vLLM's; raises where that takes other parameters."""
+    """The replacement of a function. Raises an error if the original has other
+    parameters.
+    """
     original = _function(replaced)
     ours: Callable[..., Any] = resolve_name(f"{__package__}.{path}")
     named = list(inspect.signature(ours).parameters.values())[1:]

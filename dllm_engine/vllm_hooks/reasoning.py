@@ -1,8 +1,7 @@
-"""Lets vLLM's parsers of answers see reasoning that the prompt has ended, also where
-the markers are no single tokens.
+"""Parsers of answers that know if the prompt has ended reasoning, even if the markers
+are not single tokens.
 
-vLLM asks about the prompt for streams only. Other answers would all be taken for
-reasoning.
+vLLM checks the prompt only for streams. It would take every other answer for reasoning.
 """
 
 from collections.abc import Sequence
@@ -15,13 +14,13 @@ from dllm_engine.vllm_hooks.patch import Original
 
 
 class ReadsPrompt(Parser):
-    """Mixin for the parser that a server has for its answers."""
+    """Mixin for a server's parser of answers."""
 
     _prompt_ends_reasoning = False
 
     def is_reasoning_end(self, input_ids: list[int]) -> bool:
-        """``input_ids`` are the prompt: every route asks about it before it parses the
-        answer.
+        """Return True if reasoning has ended. ``input_ids`` is the prompt: every route
+        calls this before it parses the answer.
         """
         assert self.reasoning_parser is not None
         self._prompt_ends_reasoning = ends_reasoning(
@@ -30,8 +29,8 @@ class ReadsPrompt(Parser):
         return self._prompt_ends_reasoning or super().is_reasoning_end(input_ids)
 
     def set_prompt_token_ids(self, prompt_token_ids: Sequence[int]) -> None:
-        """vLLM gives a parser the prompt of an answer that is not streamed, and asks
-        nothing about it.
+        """Note whether the prompt ends reasoning. For an answer that is not streamed,
+        vLLM passes the prompt but does not call ``is_reasoning_end``.
         """
         super().set_prompt_token_ids(prompt_token_ids)
         self.is_reasoning_end(list(prompt_token_ids))
@@ -39,15 +38,15 @@ class ReadsPrompt(Parser):
     def extract_reasoning(
         self, model_output: str, request: Any
     ) -> tuple[str | None, str | None]:
-        """Reasoning and content of an answer. All of it is content where the prompt has
-        ended the reasoning.
+        """Reasoning and content of an answer. The whole answer is content if the prompt
+        has ended reasoning.
         """
         if self._prompt_ends_reasoning:
             return None, model_output
         return super().extract_reasoning(model_output, request)
 
     def count_reasoning_tokens(self, token_ids: Sequence[int]) -> int:
-        """No token of an answer is reasoning where the prompt has ended it."""
+        """Number of reasoning tokens of an answer; 0 if the prompt has ended reasoning."""
         if self._prompt_ends_reasoning:
             return 0
         return super().count_reasoning_tokens(token_ids)
@@ -56,7 +55,7 @@ class ReadsPrompt(Parser):
 def parser_that_reads_prompts(
     get_parser: Original, cls: Any, *args: Any, **kwargs: Any
 ) -> type[Parser] | None:
-    """vLLM's class of parsers for a server, which reads the prompt as well."""
+    """vLLM's parser class for a server, extended to read the prompt."""
     parser = get_parser(cls, *args, **kwargs)
     if parser is None or parser.reasoning_parser_cls is None:
         return parser

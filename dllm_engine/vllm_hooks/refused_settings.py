@@ -1,5 +1,5 @@
-"""Settings of vLLM that diffusion engines do not honour. They are refused by name; vLLM
-would ignore most of them.
+"""Settings of vLLM that diffusion engines do not support. They are refused by name,
+because most of them would have no effect.
 """
 
 import reprlib
@@ -15,7 +15,7 @@ from dllm_engine.model_executor.models.quantization import Quantization
 from dllm_engine.options import EngineOptions
 
 FOUR_BITS = "cpu_gemm_wna16"
-"""vLLM's operator for weights of 4 bits on a CPU."""
+"""vLLM's operator for 4-bit weights on a CPU."""
 SCHEDULER_CLASS = "dllm_engine.scheduler.diffusion_scheduler.DiffusionScheduler"
 
 _UNSET = "leave it unset"
@@ -114,7 +114,7 @@ REFUSED = (
     ),
     ("", "watermark_config diffusion_config", _UNSET),
 )
-"""Each with its place in a ``VllmConfig``, names of settings there, and what to do
+"""Refused settings: place in a ``VllmConfig``, names of settings there, and what to do
 instead.
 """
 _OPTIONS = {
@@ -122,11 +122,11 @@ _OPTIONS = {
     "backend": "attention_backend",
     "lora_config": "enable_lora",
 }
-"""Names for users of settings that have another name."""
+"""Names that users know, for settings with another name in the config."""
 
 
 def refuse_unsupported(vllm_config: VllmConfig) -> None:
-    """Raise ``ValueError`` for a setting that has another value than vLLM's default."""
+    """Raise ``ValueError`` for an unsupported setting that differs from vLLM's default."""
     for place, names, instead in REFUSED:
         owner = attrgetter(place)(vllm_config) if place else vllm_config
         for name in names.split():
@@ -141,8 +141,8 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
 
 
 def _is_default(config: Any, name: str, value: Any) -> bool:
-    """Return True if a field of a config has its default, or is turned off and is off
-    by default.
+    """Return True if a field of a config has its default value, or is turned off like
+    its default.
     """
     default = (
         type(config).__pydantic_fields__[name].get_default(call_default_factory=True)
@@ -151,8 +151,8 @@ def _is_default(config: Any, name: str, value: Any) -> bool:
 
 
 def _is_honoured(name: str, config: VllmConfig) -> bool:
-    """Return True if a setting may have its value, which is not vLLM's default, in this
-    engine.
+    """Return True if this engine supports the value of a setting although it is not
+    vLLM's default.
     """
     model, cache, options = (
         config.model_config,
@@ -161,12 +161,12 @@ def _is_honoured(name: str, config: VllmConfig) -> bool:
     )
     match name:
         case "enable_expert_parallel":
-            # vLLM's experts for CPUs do not ask which of them a rank holds, and read
+            # vLLM's experts for CPUs ignore which experts a rank holds, and would read
             # beyond them.
             return model.is_moe and not current_platform.is_cpu()
         case "data_parallel_size":
-            # With experts, its ranks would wait for each other in every step, also
-            # those without requests.
+            # With experts, data-parallel ranks would wait for each other in every step,
+            # even ranks without requests.
             return not model.is_moe
         case "scheduler_cls":
             return config.scheduler_config.scheduler_cls == SCHEDULER_CLASS

@@ -1,17 +1,17 @@
-"""Releases of vLLM that this package works with; others are refused."""
+"""Releases of vLLM that this package supports. Others are refused."""
 
 from importlib.metadata import version
 from importlib.util import find_spec
 
 RELEASES = ("0.32", "0.33")
-"""The releases that ``table.py`` was compared with. ``pyproject.toml`` asks for the
+"""The releases that ``table.py`` was compared with. ``pyproject.toml`` requires the
 same.
 """
 
 
 class IncompatibleVLLMError(RuntimeError):
-    """The installed vLLM is not one that this package works with; the text says what to
-    install.
+    """Error about an installed vLLM that this package does not support. The message
+    says what to install.
     """
 
 
@@ -53,7 +53,7 @@ def check_device() -> None:
 
 
 def is_installed(release: str) -> bool:
-    """Return True if vLLM is there in this release, such as ``0.32``."""
+    """Return True if this release of vLLM, such as ``0.32``, is installed."""
     try:
         import vllm
     except ModuleNotFoundError:
@@ -62,7 +62,7 @@ def is_installed(release: str) -> bool:
 
 
 def unfit(what: str) -> IncompatibleVLLMError:
-    """An error for a supported release of which a part differs."""
+    """An error about a supported release in which something differs."""
     import vllm
 
     return IncompatibleVLLMError(

@@ -1,5 +1,5 @@
-"""Options of ``vllm serve``, from vLLM's sources: importing them takes seconds, and a
-mistyped name or value should be told at once.
+"""Options of ``vllm serve``, parsed from vLLM's sources: importing them takes seconds,
+and a mistyped name or value should be reported at once.
 """
 
 import re
@@ -13,21 +13,21 @@ _SOURCES = ("engine/arg_utils.py", "entrypoints/*/cli_args.py")
 """Files that declare options, in vLLM's folder."""
 _FLAG = re.compile(r'"--([a-z][\w-]*)"()')
 _FIELD = re.compile(r"^    ([a-z]\w*): (?:(\w+)(?: \| None)? =)?", re.MULTILINE)
-"""A field of a dataclass, which is an option of the same name, and its type."""
+"""A field of a dataclass, which defines an option of the same name, and its type."""
 _LITERAL = re.compile(
     r'^(\w+)(?:: TypeAlias)? = Literal\[((?:\s*"[\w.-]+",?)+)\s*\]', re.MULTILINE
 )
-"""A type of some texts, in vLLM's configs."""
+"""A type with a fixed set of texts, in vLLM's configs."""
 _SWITCH = re.compile("^(no-)?(enable-|disable-)?")
 """vLLM 0.33 takes ``--enable-lora`` and ``--disable-lora`` where it declares one."""
 _NUMBER = re.compile("[0-9]|^(auto|inf)$", re.IGNORECASE)
-"""What a text has that an option of numbers takes."""
+"""Pattern in texts that options with numbers accept."""
 _A_NUMBER = "a number"
 
 
 def serve_options() -> dict[str, str]:
-    """What each option takes, by name with dashes: a number, one of some texts, or
-    nothing if that is not known. Some of the names are no options. Empty where vLLM or
+    """Values that each option takes, by name with dashes: a number, one of some texts,
+    or an empty string if unknown. Some of the names are not options. Empty if vLLM or
     one of its files is missing.
     """
     package = find_spec("vllm")
@@ -52,16 +52,16 @@ def serve_options() -> dict[str, str]:
 
 
 def is_option(name: str, known: Iterable[str]) -> bool:
-    """True for one of the names, for its beginning, which vLLM takes too, and for both
-    behind a word that switches it on or off.
+    """Return True for one of the names, for its beginning (which vLLM accepts too), and
+    for both after a prefix that switches it on or off.
     """
     stem = _SWITCH.sub("", name)
     return any(_SWITCH.sub("", each).startswith(stem) for each in known)
 
 
 def check_serve_options(words: Sequence[str], own_flags: Iterable[str]) -> None:
-    """Raise ``ValueError`` if ``vllm serve`` surely does not take ``words`` behind a
-    model. ``own_flags``: other options that a mistyped one may have meant.
+    """Raise ``ValueError`` if ``vllm serve`` certainly does not accept ``words`` after
+    a model. ``own_flags``: our options, which a mistyped one may have meant.
     """
     if words and not words[0].startswith("-"):
         raise ValueError(f"{words[0]!r} is one argument too many, behind the model")
@@ -71,7 +71,7 @@ def check_serve_options(words: Sequence[str], own_flags: Iterable[str]) -> None:
         option = text.partition(".")[0]
         name = option.removeprefix("--").replace("_", "-")
         if not options or name == option or " " in name:
-            continue  # a value, or an option of one letter
+            continue  # a value, or a one-letter option
         if not is_option(name, options):
             flags = [*own_flags, *(f"--{each}" for each in options)]
             raise ValueError(

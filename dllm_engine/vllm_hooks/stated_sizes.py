@@ -1,7 +1,8 @@
-"""Sizes that a config states, held against its weights, or against the memory where
-there are no weights.
+"""Check of the sizes in a config against the weights, or against the memory if there
+are no weights.
 
-Layers are made one by one, which takes minutes where a config states far too many.
+Without it, a config with far too many layers would take minutes, because layers are
+made one by one.
 """
 
 import math
@@ -17,7 +18,9 @@ from dllm_engine.model_executor.models.configs import Config
 from dllm_engine.text import readable_size, shortened
 
 _MOST_PACKED = 16
-"""Weights in one stored number of a quantized checkpoint: of 2 bits in 32."""
+"""The most weights in a stored number of a quantized checkpoint: 2-bit weights in 32
+bits.
+"""
 _STORED_SIZES = (
     ("vocab_size", "hidden_size"),
     ("intermediate_size", "hidden_size"),
@@ -25,18 +28,19 @@ _STORED_SIZES = (
     ("expert_intermediate_size", "hidden_size", "num_experts"),
     ("num_attention_heads", "head_dim", "hidden_size"),
 )
-"""Sizes whose product is that of tensors which every checkpoint with these keys has."""
+"""Pairs of keys whose product is the size of a tensor that every checkpoint with these
+keys has.
+"""
 
 
 def check_sizes(model: str, config: Config, vllm_config: VllmConfig) -> None:
-    """Raise ``ValueError`` where a model's config does not suit its weights, or random
+    """Raise ``ValueError`` if a model's config does not suit its weights, or if random
     weights do not fit this machine.
     """
     if vllm_config.load_config.load_format == "dummy":
         _check_memory(model, config, vllm_config)
     else:
-        # Weights that cannot be read are refused before any process is started for
-        # them.
+        # Refuse unreadable weights before any process is started for them.
         _check_tensors(model, config)
 
 

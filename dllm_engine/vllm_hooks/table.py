@@ -1,7 +1,8 @@
-"""Everything in vLLM that this package replaces or adds to, and by what. The docstring
-of each replacement says why, and a comment here what in vLLM would end it.
+"""Everything in vLLM that this package replaces or extends, with the replacement. The
+docstring of each replacement says why, and a comment here says which feature of vLLM
+would make it unnecessary.
 
-All of it was compared with the sources of the releases in ``release.py``; look up every
+Entries were compared with the sources of the releases in ``release.py``. Look up every
 new entry in each of them.
 """
 
@@ -32,7 +33,7 @@ BESIDE = {
     "model_executor/workers/cpu.py": "VLLM_DIST_IDENT, the name of a rank's memory",
     "quiet.py": "levels, filters and handlers of loggers",
 }
-"""What is changed beside functions, by the file that does it."""
+"""Changes beside replaced functions, by the file that makes them."""
 
 _RUN_BATCH = "vllm.entrypoints.launchers.run_batch"
 _BEAM_SEARCH = "vllm.entrypoints.generate.beam_search"
@@ -70,8 +71,8 @@ SAMPLING = {
     # Wish: greedy parameters keep what they were given.
     "vllm.sampling_params:SamplingParams._verify_args": "input_processor:keep_filters"
 }
-"""Applied when ``dllm_engine.LLM`` is imported, since parameters may be made before an
-engine, and with the next.
+"""Applied when ``dllm_engine.LLM`` is imported, because parameters may be made before
+an engine, and together with ``SERVING``.
 """
 
 SERVING = {
@@ -105,8 +106,7 @@ SERVING = {
     "vllm.entrypoints.launchers.launcher:serve_http": "server.stop:serve_and_tell",
     "vllm.v1.engine.utils:CoreEngineProcManager.monitor_engine_liveness": "server.stop:watch_processes",
 }
-"""Applied in the process that builds an engine's config, once it is known that the
-model is one of ours.
+"""Applied in the process that builds an engine's config, if the model is one of ours.
 """
 
 if is_installed("0.32"):

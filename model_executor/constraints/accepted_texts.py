@@ -30,9 +30,8 @@ class Posterior:
         self.lattice = lattice
         self.weights = scores + after[lattice.targets]
         """Score of each edge, plus the log of the sum over all paths behind it."""
-        with np.errstate(
-            invalid="ignore"
-        ):  # for nodes that no allowed path passes through
+        # Nodes that no allowed path passes through give −∞ − −∞.
+        with np.errstate(invalid="ignore"):
             self.steps = np.where(
                 np.isfinite(self.weights),
                 self.weights - after[lattice.sources],

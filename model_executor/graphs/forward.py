@@ -143,9 +143,8 @@ class ForwardGraph:
         """Replay the graph. Returns the hidden states ``[num_rows of the batch,
         hidden_size]``, which the next replay of any graph overwrites.
         """
-        if (
-            self.holds is not layer_pass or layer_pass.repeats is Repeats.AFTER_FOLLOW
-        ):  # without new inputs, the graph runs on those of the last step
+        # Without new inputs, the graph runs on those of the last step.
+        if self.holds is not layer_pass or layer_pass.repeats is Repeats.AFTER_FOLLOW:
             self._take(batch, layer_pass)
             self.holds = layer_pass
         hidden: Tensor = self.replay()
@@ -231,9 +230,8 @@ class LayoutGraph:
         """
         if self.holds is not layer_pass or layer_pass.repeats is Repeats.AFTER_FOLLOW:
             inputs = self._inputs(batch, layer_pass)
-            for dtype in {
-                tensor.dtype for tensor in inputs
-            }:  # one launch for all tensors of a type
+            # One launch copies all tensors of a type.
+            for dtype in {tensor.dtype for tensor in inputs}:
                 pairs = [
                     pair
                     for pair in zip(self.inputs, inputs, strict=True)

@@ -216,12 +216,13 @@ TOKENIZER_CLASSES: dict[str, type[Qwen2Tokenizer]] = {
     if family.tokenizer_class is not None
 }
 """Qwen2's tokenizer under the class names in tokenizer_config.json, by architecture."""
+# pickle looks for the classes here.
 globals().update(
     {
         own.__name__: own
         for own in [*CONFIG_CLASSES.values(), *TOKENIZER_CLASSES.values()]
     }
-)  # pickle looks them up here
+)
 
 
 def register_tokenizers() -> None:

@@ -150,9 +150,10 @@ class ExpertMLP(nn.Module):
                     topk > 1,
                     self.shape.scale,
                 )
+                # ``scoring_func=1`` is the sigmoid.
                 weights, experts = grouped_topk(
                     gating_output, *sizes, bias, scoring_func=1
-                )  # scores of the sigmoid
+                )
                 return weights, experts
             if self.expert_bias is None and not self.shape.num_groups:
                 weights, experts, _ = fused_topk(
