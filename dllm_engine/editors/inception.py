@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 
 from dllm_engine.editors.cursor import Answer, CursorRequest, Part, SamplingFields
 from dllm_engine.editors.fim import FimForm
-from dllm_engine.editors.merging import merged
+from dllm_engine.editors.merging import Merge
 from dllm_engine.request_options.errors import InvalidRequestError
 
 NO_CHANGE = "None"
@@ -89,15 +89,14 @@ class EditBody(ChatBody):
 class ApplyBody(ChatBody):
     """The body of an application: a file, and a snippet that says how it changes."""
 
-    def request(self) -> str:
-        """The changed file."""
+    def request(self) -> Merge:
         for tags in (_APPLIED, _TAGS):
             texts = [
                 re.search(rf"{begin}\n?(.*?)\n?{end}", self.content, re.DOTALL)
                 for begin, end in tags
             ]
             if texts[0] is not None and texts[1] is not None:
-                return merged(texts[0][1], texts[1][1])
+                return Merge(texts[0][1], texts[1][1])
         raise InvalidRequestError(
             "the last message has no <|original_code|> … <|/original_code|> and "
             "<|update_snippet|> … <|/update_snippet|>; put them around file and snippet"

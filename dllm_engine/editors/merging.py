@@ -1,11 +1,22 @@
 """A file, changed as a snippet says that stands for it: comments such as ``# ...
 existing code ...`` mean lines of the file, which are copied.
+
+The parts of the snippet between such comments take the place of the lines that they
+share with the file and of what is between those. Where a part fits several places
+equally well, or is a block that shares no line, forward passes choose: the place where
+the part makes the text most probable.
 """
 
 import re
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from difflib import SequenceMatcher
+from functools import partial
+from itertools import takewhile
+from typing import Any, NamedTuple
 
+from dllm_engine.editors.completions import plain_tokens, tokenizer_of
+from dllm_engine.lengths.forward_passes import Passes, Probe, passes_of
 from dllm_engine.request_options.errors import InvalidRequestError
 
 _KEPT = re.compile(
@@ -14,71 +25,271 @@ _KEPT = re.compile(
     re.IGNORECASE,
 )
 
-_ALIKE = 0.6
-"""Share of characters that a changed line has in common with the one before."""
+_ALIKE, _COMPARED_CHARACTERS = 0.6, 200
+"""Share of characters that a changed line has in common with the one before, and the
+characters that are looked at.
+"""
+_EDGE = 4.0
+"""What a shared line counts at a part's begin or end; 1 elsewhere. A line that the file
+has n times counts 1/n of it.
+"""
+_REMOVED = 1 / 24
+"""What a line of the file between two shared lines costs."""
+_MOST_PLACES = 64
+_SEEN, _NEAR = 96, 8
+"""Tokens on either side of a place that passes see, and those of which the probability
+counts.
+"""
+_SEEN_PART = 64
+"""Tokens of a part's begin, and of its end, that passes see."""
+_CHARACTERS = 1024
+"""Of a text whose tokens passes may see; of a part twice as many."""
+
+Encode = Callable[[str], list[int]]
 
 
-def merged(original: str, snippet: str) -> str:
-    """The changed file. Raises ``InvalidRequestError`` for a part of the snippet
-    between such comments that shares no line with the file, so that nobody can tell
-    where it belongs.
+class Merge(NamedTuple):
+    """A file, and a snippet that says how it changes."""
+
+    original: str
+    snippet: str
+
+    async def text(self, serving: Any) -> str:
+        """The changed file, by the model that is served."""
+        tokenizer = tokenizer_of(serving)
+        can_compare = serving.model_config.hf_config.family.attention == "full"
+        encode = partial(plain_tokens, tokenizer=tokenizer) if can_compare else None
+        passes = merged(self.original, self.snippet, encode if tokenizer else None)
+        return await passes_of(serving.engine_client).result(passes)
+
+
+class Place(NamedTuple):
+    """Begin and end of the file's lines that a part takes the place of."""
+
+    begin: int
+    end: int
+
+
+def merged(original: str, snippet: str, encode: Encode | None) -> Passes[str]:
+    """The changed file. ``encode`` gives a text's tokens; None: no model can compare
+    places. Raises ``InvalidRequestError`` for a part whose place nobody can tell.
     """
-    lines, changed = original.splitlines(), snippet.splitlines()
-    parts = _parts(changed)
+    parts = _parts(snippet)
     if len(parts) == 1:
         return snippet
-    position, written = 0, []
+    line_end = "\n" if original.endswith("\n") else ""
+    lines = original.removesuffix("\n").split("\n")
+    position = 0
+    written: list[str] = []
     for number, part in enumerate(parts):
-        is_first, is_last = number == 0, number == len(parts) - 1
         if not part:
             continue
-        begin, end = _place(part, lines, position)
+        is_first, is_last = number == 0, number == len(parts) - 1
+        places = _shared_places(part, lines, position)
+        if not places and (is_first or is_last):
+            places = [Place(0, 0) if is_first else Place(len(lines), len(lines))]
+        places = places or _places_of_block(part, lines, position)
+        if len(places) > 1:
+            probes = _probes(part, lines, places, encode)
+            answers = iter((yield [probe for _, _, probe in probes]))
+            gains = [0.0] * len(places)
+            for place, sign, _ in probes:
+                gains[place] += sign * sum(next(answers).asked)
+            places = [places[gains.index(max(gains))]]
+        if not places:
+            raise InvalidRequestError(
+                f"{_told(part)} shares no line with the file, so that its place is not "
+                f"known; repeat a line beside it"
+            )
+        begin, end = places[0]
         if not is_first:
-            written += lines[position:begin]
-        written += part
+            written = _joined(written, lines[position:begin])
+        written = _joined(written, _as_in_file(part, lines, begin, end))
         position = len(lines) if is_last else end
     if not parts[-1]:
-        written += lines[position:]
-    line_end = "\n" if original.endswith("\n") else ""
+        written = _joined(written, lines[position:])
     return "\n".join(written) + line_end
 
 
-def _parts(changed: Sequence[str]) -> list[list[str]]:
+def _told(part: Sequence[str]) -> str:
+    begin = next(filter(str.strip, part))
+    return f"the part of the snippet that begins with {begin[:80]!r}"
+
+
+def _parts(snippet: str) -> list[list[str]]:
     """The lines between comments that stand for the file's own."""
     parts: list[list[str]] = [[]]
-    for line in changed:
+    for line in snippet.removesuffix("\n").split("\n"):
         if _KEPT.fullmatch(line):
             parts.append([])
         else:
             parts[-1].append(line)
-    return parts
+    return [part if any(map(str.strip, part)) else [] for part in parts]
 
 
-def _place(part: list[str], lines: list[str], position: int) -> tuple[int, int]:
-    """Begin and end of the file's lines that a part takes the place of: from its first
-    line that the file has to its last one.
+def _shared_places(part: list[str], lines: list[str], position: int) -> list[Place]:
+    """The places from ``position`` on whose lines are most like the part's; none where
+    it shares no line.
     """
-    places = {}
-    for number in range(len(lines) - 1, position - 1, -1):
-        places[lines[number].rstrip()] = number
-    begin: int | None = None
-    end = position
-    for line in part:
-        place = places.get(line.rstrip()) if line.strip() else None
-        if place is not None and place >= end:
-            begin = place if begin is None else begin
-            end = place + 1
-        elif begin is not None and end < len(lines) and _is_like(line, lines[end]):
-            end += 1
-    if begin is None:
-        raise InvalidRequestError(
-            f"the part of the snippet that begins with {part[0][:80]!r} shares no line "
-            f"with the file, so that its place is not known; repeat a line beside it"
+    numbers: dict[str, list[int]] = {}
+    for number in range(position, len(lines)):
+        numbers.setdefault(lines[number].rstrip(), []).append(number)
+    numbers.pop("", None)
+    written = [number for number, line in enumerate(part) if line.strip()]
+    # Of the shared lines up to one of the file's: what they count, and the first one.
+    best: dict[int, tuple[float, int]] = {}
+    steps: list[int] = []
+    """Lines with more than all before them, costs of what is between left out."""
+    counts: list[tuple[float, int]] = []
+    for number, line in enumerate(part):
+        shared = numbers.get(line.rstrip(), [])
+        counted = (_EDGE if number in (written[0], written[-1]) else 1) / (
+            len(shared) or 1
         )
-    return begin, end
+        chains = []
+        for place in shared:
+            step = bisect_left(steps, place)
+            count, begin = counts[step - 1] if step else (0.0, place)
+            count -= (place - 1) * _REMOVED if step else 0
+            if count <= 0:
+                count, begin = 0.0, place
+            chains.append((place, (count + counted + place * _REMOVED, begin)))
+        for place, chain in chains:
+            best[place] = max(chain, best.get(place, chain))
+            step = bisect_left(steps, place)
+            if not step or counts[step - 1] < chain:
+                behind = step
+                while behind < len(steps) and counts[behind] <= chain:
+                    behind += 1
+                steps[step:behind], counts[step:behind] = [place], [chain]
+    ends = {place: count - place * _REMOVED for place, (count, _) in best.items()}
+    most = max(ends.values(), default=0.0) - 1e-9
+    changed: dict[int, list[Place]] = {0: []}
+    for place in sorted(ends):
+        if ends[place] >= most:
+            begin, end = best[place][1], place + 1
+            wide = _widened(begin, end, part, lines, position)
+            num_changed = wide.end - wide.begin - (end - begin)
+            changed.setdefault(num_changed, []).append(wide)
+    return changed[max(changed)]
+
+
+def _widened(
+    begin: int, end: int, part: list[str], lines: list[str], position: int
+) -> Place:
+    """The place with the lines beside it that the part has changed."""
+    own = {line.rstrip() for line in lines[begin:end]} - {""}
+    shared = [number for number, line in enumerate(part) if line.rstrip() in own]
+    for line in takewhile(str.strip, reversed(part[: shared[0]])):
+        begin -= begin > position and _is_like(line, lines[begin - 1])
+    for line in takewhile(str.strip, part[shared[-1] + 1 :]):
+        end += end < len(lines) and _is_like(line, lines[end])
+    return Place(begin, end)
 
 
 def _is_like(line: str, before: str) -> bool:
     """Return True for a line that is one of the file's, changed."""
-    ratio = SequenceMatcher(None, line.strip(), before.strip()).ratio()
-    return ratio >= _ALIKE
+    changed, own = (text.strip()[:_COMPARED_CHARACTERS] for text in (line, before))
+    if not changed or not own:
+        return False
+    return SequenceMatcher(None, changed, own).ratio() >= _ALIKE
+
+
+def _places_of_block(part: list[str], lines: list[str], position: int) -> list[Place]:
+    """The places from ``position`` on between blocks of the part's indentation, behind
+    the blank lines between them; none where the part is no block.
+    """
+    first, *others = filter(str.strip, part)
+    own = _indent(first)
+    places: list[Place] = []
+    if not any(_indent(line) > own for line in others):
+        return places
+    above = -1
+    for number, line in enumerate([*lines[position:], "end"], position):
+        if not line.strip():
+            continue
+        is_apart = number == len(lines) or not lines[number - 1].strip()
+        if is_apart and _indent(line) <= own <= above:
+            places.append(Place(number, number))
+        above = _indent(line)
+    return places
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def _as_in_file(part: list[str], lines: list[str], begin: int, end: int) -> list[str]:
+    """The part with the file's own lines and line ends; one that takes no line's place
+    has as many blank lines behind it as are before it.
+    """
+    own = {line.rstrip(): line for line in lines[begin:end]}
+    carriage = "\r" if lines[0].endswith("\r") else ""
+    as_there = [own.get(line.rstrip(), line.rstrip("\r") + carriage) for line in part]
+    if begin == end < len(lines):
+        missing = _num_blank(lines[:begin][::-1]) - _num_blank(as_there[::-1])
+        as_there += [carriage] * missing
+    return as_there
+
+
+def _num_blank(lines: Sequence[str]) -> int:
+    return len([*takewhile(lambda line: not line.strip(), lines)])
+
+
+def _joined(above: list[str], below: list[str]) -> list[str]:
+    """Two texts, with as many blank lines between them as one of them has there."""
+    if not any(map(str.strip, above)) or not any(map(str.strip, below)):
+        return above + below
+    num_above, num_below = _num_blank(above[::-1]), _num_blank(below)
+    if num_above >= num_below:
+        return above + below[num_below:]
+    return above[: len(above) - num_above] + below
+
+
+def _probes(
+    part: list[str], lines: list[str], places: Sequence[Place], encode: Encode | None
+) -> list[tuple[int, int, Probe]]:
+    """Probes of the text with the part in each place (1), and without it (-1), each
+    asking about every other token.
+    """
+    if encode is None or len(places) > _MOST_PLACES:
+        who = (
+            "a model that attends to the whole canvas can compare them (`dllm models`)"
+        )
+        raise InvalidRequestError(
+            f"{_told(part)} fits {len(places)} places of the file, and "
+            + (
+                f"only {who}"
+                if encode is None
+                else f"at most {_MOST_PLACES} are compared"
+            )
+            + "; repeat lines beside it"
+        )
+    return [
+        (number, sign, probe)
+        for number, place in enumerate(places)
+        for sign, middle in ((1, part), (-1, lines[place.begin : place.end]))
+        for probe in _around(lines, place, middle, encode)
+    ]
+
+
+def _around(
+    lines: list[str], place: Place, middle: Sequence[str], encode: Encode
+) -> Iterator[Probe]:
+    above = "\n".join([*lines[: place.begin], ""])[-_CHARACTERS:]
+    below = "\n".join(["", *lines[place.end :]])[1 : _CHARACTERS + 1]
+    before, behind = encode(above)[-_SEEN:], encode(below)[:_SEEN]
+    own = "\n".join([*middle, ""]) if middle else ""
+    if len(own) > 2 * _CHARACTERS:
+        own = own[:_CHARACTERS] + own[-_CHARACTERS:]
+    seen = encode(own)
+    if len(seen) > 2 * _SEEN_PART:
+        seen = seen[:_SEEN_PART] + seen[-_SEEN_PART:]
+    canvas = before + seen + behind
+    counted = range(
+        max(len(before) - _NEAR, 0),
+        len(canvas) - max(len(behind) - _NEAR, 0),
+    )
+    for masked in (counted[::2], counted[1::2]):
+        if masked:
+            yield Probe(canvas, [*masked], [canvas[place] for place in masked])

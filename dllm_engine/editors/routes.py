@@ -23,6 +23,7 @@ from vllm.utils import random_uuid
 from dllm_engine.editors import fim, inception, llama_cpp, ollama
 from dllm_engine.editors.cursor import Answer, CursorRequest, ask, known
 from dllm_engine.editors.forms import Form
+from dllm_engine.editors.merging import Merge
 from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.text import explain
 
@@ -35,7 +36,7 @@ ROUTES: dict[str, tuple[Any, type[Form]]] = {
     "/v1/apply/completions": (inception.ApplyBody, fim.FimForm),
 }
 """By route, the class of its bodies and the form of its answers. A body's ``request()``
-is a ``CursorRequest``, or the text of an answer that no model is asked for.
+is a ``CursorRequest``, a ``Merge``, or the text of an answer that needs no model.
 """
 FACTS: dict[str, Callable[[Any, list[str]], dict[str, Any]]] = {
     "/v1/fim/completions/models": inception.models,
@@ -122,6 +123,8 @@ async def _answer(body: Any, state: Any) -> Answer:
     request, request_id = body.request(), f"fim-{random_uuid()}"
     if isinstance(request, CursorRequest):
         return await ask(request, state, request_id)
+    if isinstance(request, Merge):
+        request = await request.text(state.openai_serving_completion)
     model = body.model or state.openai_serving_models.model_name()
     return Answer(request_id, model, known(request))
 

@@ -6,7 +6,6 @@ import re
 import pytest
 
 from dllm_engine.cli import serve
-from dllm_engine.editors.merging import merged
 from dllm_engine.editors.routes import FACTS, OWN_BODIES
 from tests.editors.test_completions import MARKED, PREFIX, SUFFIX, WANTED
 from tests.support.engines import assert_nothing_left
@@ -139,10 +138,10 @@ def test_an_edit_changes_the_rest_of_the_cursors_line(client, rest, wanted):
 
 
 def test_an_application_copies_what_it_keeps(client):
-    snippet = "def b():\n    return 3\n\n# ... existing code ..."
+    snippet = f"def b():\n    return 3\n\n{KEPT}"
     content = (
         f"<|original_code|>\n{FILE}\n<|/original_code|>\n\n"
-        f"<|update_snippet|>\n# ... existing code ...\n{snippet}\n<|/update_snippet|>"
+        f"<|update_snippet|>\n{KEPT}\n{snippet}\n<|/update_snippet|>"
     )
     body = {"messages": [{"role": "user", "content": content}]}
     wanted = FILE.replace("return 2", "return 3")
@@ -152,31 +151,16 @@ def test_an_application_copies_what_it_keeps(client):
         client.post("/v1/apply/completions", json=body | {"stream": 1})
     )
     assert chunk["choices"][0]["delta"]["content"] == wanted
+    new = "def d():\n    return 4"
+    body["messages"][0]["content"] = content.replace(snippet, f"{new}\n{KEPT}")
+    answer = client.post("/v1/apply/completions", json=body).json()
+    above, written, below = answer["choices"][0]["message"]["content"].partition(new)
+    assert written
+    assert (above + below).replace("\n\n\n", "\n\n").startswith(FILE[:40])
 
 
-FILE = "import os\n\ndef a():\n    return 1\n\ndef b():\n    return 2\n\ndef c():\n    return a"
 KEPT = "# ... existing code ..."
-
-
-@pytest.mark.parametrize(
-    ("snippet", "wanted"),
-    [
-        ("x = 1", "x = 1"),
-        (
-            f"import sys\nimport os\n{KEPT}",
-            FILE.replace("import", "import sys\nimport", 1),
-        ),
-        (f"{KEPT}\ndef c():\n    return b", FILE.replace("return a", "return b")),
-        (f"{KEPT}\nimport os\n{KEPT}", FILE),
-    ],
-)
-def test_snippets_are_placed_by_the_lines_that_they_share(snippet, wanted):
-    assert merged(FILE, snippet) == wanted
-
-
-def test_a_snippet_without_a_line_of_the_file_is_refused():
-    with pytest.raises(ValueError, match="shares no line"):
-        merged(FILE, f"{KEPT}\nnew()\n{KEPT}")
+FILE = "import os\n\ndef a():\n    return 1\n\ndef b():\n    return 2\n\ndef c():\n    return a"
 
 
 def test_inceptions_client_lists_models(client):
