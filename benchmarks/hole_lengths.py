@@ -22,8 +22,9 @@ from unittest import mock
 from program import Rows, argument_parser, report
 
 from dllm_engine.batch import prompt_tokens
+from dllm_engine.decoding.probe import Logprobs
 from dllm_engine.demo.tasks import TASKS, make_examples
-from dllm_engine.lengths.forward_passes import Logprobs, answers_of, result_of
+from dllm_engine.lengths.forward_passes import answers_of, result_of
 from dllm_engine.lengths.holes import Hole, ranked_lengths
 
 LONGEST, BUDGET, AROUND = 12, 32, 96

@@ -30,6 +30,7 @@ from dllm_engine.decisions.requests import (
     decision_params,
     schema_of,
 )
+from dllm_engine.decoding.probe import Probe
 from dllm_engine.demo import model_path
 from dllm_engine.evaluation.likelihood import Canvas, no_likelihoods, probe_of
 from dllm_engine.infill.edges import (
@@ -46,7 +47,7 @@ from dllm_engine.infill.template import (
     nothing,
     tokenized,
 )
-from dllm_engine.lengths.forward_passes import Probe, answers_of, result_of
+from dllm_engine.lengths.forward_passes import answers_of, result_of
 from dllm_engine.lengths.holes import DEFAULT_BUDGET, ranked_lengths
 from dllm_engine.options import OPTIONS_KEY, EngineOptions
 from dllm_engine.params import DiffusionParams

@@ -14,7 +14,13 @@ from dllm_engine.model_executor.candidates import UNFINISHED, BatchCandidates
 from dllm_engine.model_executor.canvas_store import Canvas
 from dllm_engine.model_executor.graphs.step import StepGraphs
 from dllm_engine.model_executor.guide.model import Draft
-from dllm_engine.model_executor.passes.base import LayerPass, Observe, Results
+from dllm_engine.model_executor.passes.base import (
+    JoinedPass,
+    LayerPass,
+    Observe,
+    PassInput,
+    Results,
+)
 from dllm_engine.model_executor.rank import Rank
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.token_prediction import Demands
@@ -54,6 +60,22 @@ class Denoiser:
         return self.rank.model(
             self.rank.store.tokens[batch.places], batch.positions, layer_pass
         )
+
+    def forward_together(
+        self, inputs: Sequence[PassInput]
+    ) -> list[tuple[Tensor, Results]]:
+        """Hidden states ``[num_rows, hidden_size]`` and results of each of several
+        passes, by one forward pass.
+        """
+        tokens, positions, passes = zip(*inputs, strict=True)
+        sizes = list(map(len, tokens))
+        hidden, _ = self.rank.model(
+            torch.cat(tokens), torch.cat(positions), JoinedPass(passes, sizes)
+        )
+        return [
+            (rows, layer_pass.results())
+            for rows, layer_pass in zip(hidden.split(sizes), passes, strict=True)
+        ]
 
     def predict_and_unmask(
         self,

@@ -3,7 +3,7 @@ plans into forward passes.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn, cast
@@ -28,6 +28,7 @@ from dllm_engine.decoding.messages import (
     StepReport,
     StepResult,
 )
+from dllm_engine.decoding.probe import Logprobs, Probe
 from dllm_engine.decoding.progress import Progress
 from dllm_engine.decoding.step_plan import StepPlan
 from dllm_engine.families import model_end_tokens
@@ -37,7 +38,6 @@ from dllm_engine.kernels.attention import (
     use_dense_backend,
 )
 from dllm_engine.kernels.paged_attention import use_paged_flash
-from dllm_engine.model_executor import probes
 from dllm_engine.model_executor.candidates import BatchCandidates
 from dllm_engine.model_executor.canvas_store import CanvasStore
 from dllm_engine.model_executor.denoiser import Denoiser
@@ -56,10 +56,13 @@ from dllm_engine.model_executor.page_memory import (
 )
 from dllm_engine.model_executor.passes.base import (
     LayerPass,
+    PassInput,
     Repeats,
     Results,
+    can_join,
 )
 from dllm_engine.model_executor.passes.paged import WholePass
+from dllm_engine.model_executor.probes import ProbeBatch, run_largest_batch
 from dllm_engine.model_executor.rank import Rank
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.step_report import Reporter, StepsRun
@@ -67,6 +70,9 @@ from dllm_engine.model_executor.steps_ahead import does_same_work, steps_known_a
 from dllm_engine.model_executor.token_prediction import TokenPredictor
 from dllm_engine.model_executor.unmasking.filling import Filled, outcomes_of
 from dllm_engine.options import EngineOptions
+
+Layout = tuple[StepBatch, LayerPass]
+"""Rows of a step, and the pass that runs the layers over them."""
 
 
 class DiffusionModelRunner:
@@ -93,7 +99,7 @@ class DiffusionModelRunner:
         self.plan = self.options.method.next_step
         self.store = CanvasStore(device, self.mask_token_id)
         self.canvases = self.store.canvases
-        self.last_layout: tuple[StepBatch, LayerPass] | None = None
+        self.last_layout: Layout | None = None
         """Batch and pass of the last step; None once a request has come or gone, or a
         page table is another.
         """
@@ -242,7 +248,7 @@ class DiffusionModelRunner:
     ) = _do_nothing
 
     def profile_run(self, randomize_inputs: bool = False) -> None:
-        probes.run_largest_batch(self.rank)
+        run_largest_batch(self.rank)
 
     def shutdown(self) -> None:
         self.canvases.clear()
@@ -256,18 +262,19 @@ class DiffusionModelRunner:
         assert isinstance(scheduler_output, DiffusionSchedulerOutput)
         for request_id in scheduler_output.finished_req_ids:
             self.forget(request_id)
-        if not scheduler_output.plans:
+        if not scheduler_output.plans and not scheduler_output.probes:
             return EMPTY_MODEL_RUNNER_OUTPUT
         failures = self._take_in(scheduler_output)
         plans = {
             i: plan for i, plan in scheduler_output.plans.items() if i not in failures
         }
         progress = scheduler_output.progress
+        probes = scheduler_output.probes
         reports: list[dict[str, StepResult]] = []
-        while plans:
-            ran = self._run_steps(
-                plans, progress, scheduler_output.num_steps - len(reports)
-            )
+        answers: list[Logprobs] = []
+        while plans or probes:
+            num_left = scheduler_output.num_steps - len(reports)
+            ran, answers = self._run_steps(plans, progress, num_left, probes)
             reports += ran
             results = [
                 (request_id, result)
@@ -292,7 +299,9 @@ class DiffusionModelRunner:
         if failures:
             reports = reports or [{}]
             reports[-1] |= failures
-        return DiffusionRunnerOutput(req_ids=[], req_id_to_index={}, reports=reports)
+        return DiffusionRunnerOutput(
+            req_ids=[], req_id_to_index={}, reports=reports, probe_answers=answers
+        )
 
     def _next_plans(
         self, progress: dict[str, Progress]
@@ -342,10 +351,15 @@ class DiffusionModelRunner:
         return failures
 
     def _run_steps(
-        self, plans: dict[str, StepPlan], progress: dict[str, Progress], num_steps: int
-    ) -> list[dict[str, StepResult]]:
+        self,
+        plans: dict[str, StepPlan],
+        progress: dict[str, Progress],
+        num_steps: int,
+        probes: Sequence[Probe],
+    ) -> tuple[list[dict[str, StepResult]], list[Logprobs]]:
         """Run ``plans``, and of the ``num_steps`` allowed those that follow as far as
-        they are known ahead.
+        they are known ahead. With ``probes`` it is one step. Returns the reports of
+        steps, and the answers to probes.
         """
         parts: dict[str | bool, dict[str, StepPlan]] = defaultdict(dict)
         for request_id, plan in plans.items():
@@ -355,15 +369,46 @@ class DiffusionModelRunner:
             serves = self.options.method.serves(self.canvases[request_id].spec)
             key = request_id if self.options.batch_invariant else serves
             parts[key][request_id] = plan
-        if len(parts) == 1:
-            return self._run_batch(plans, progress, num_steps)
+        if len(parts) == 1 and not probes:
+            return self._run_batch(self._lay_out(plans), plans, progress, num_steps), []
+        reports, answers = self._run_together([*parts.values()], probes)
+        return [reports], answers
+
+    def _run_together(
+        self, parts: Sequence[dict[str, StepPlan]], probes: Sequence[Probe]
+    ) -> tuple[dict[str, StepResult], list[Logprobs]]:
+        """One step of several batches, and probes. Passes that can join are one forward
+        pass.
+        """
+        layouts = [self._lay_out(plans) for plans in parts]
+        inputs: dict[int | str, PassInput] = {}
+        if not self.options.batch_invariant:
+            for number, (batch, layer_pass) in enumerate(layouts):
+                if can_join(layer_pass):
+                    tokens = self.store.tokens[batch.places]
+                    inputs[number] = PassInput(tokens, batch.positions, layer_pass)
+        probe_batch = ProbeBatch(self.rank, probes) if probes else None
+        if probe_batch is not None:
+            inputs["probes"] = probe_batch.input
+        computed: dict[int | str, tuple[Tensor, Results]] = {}
+        if probes or len(inputs) > 1:
+            outputs = self.denoiser.forward_together([*inputs.values()])
+            computed = dict(zip(inputs, outputs, strict=True))
         reports: dict[str, StepResult] = {}
-        for part in parts.values():
-            reports |= self._run_batch(part, {}, 1)[0]
-        return [reports]
+        for number, (layout, plans) in enumerate(zip(layouts, parts, strict=True)):
+            reports |= self._run_batch(layout, plans, {}, 1, computed.get(number))[0]
+        if probe_batch is None:
+            return reports, []
+        hidden, _ = computed["probes"]
+        return reports, probe_batch.answers(hidden)
 
     def _run_batch(
-        self, plans: dict[str, StepPlan], progress: dict[str, Progress], num_steps: int
+        self,
+        layout: Layout,
+        plans: dict[str, StepPlan],
+        progress: dict[str, Progress],
+        num_steps: int,
+        computed: tuple[Tensor, Results] | None = None,
     ) -> list[dict[str, StepResult]]:
         """Steps of one batch, from plans to reports: prepare, then for each step
         forward, predict and unmask, at last report. Between the steps, which do the
@@ -372,8 +417,10 @@ class DiffusionModelRunner:
         An exception in here is no one request's and ends the engine: pages have been
         written in part, by some layers and perhaps by some ranks, so that running the
         requests again, one by one, would not compute the same.
+
+        ``computed``: what the forward pass of a single step has left, if it has run.
         """
-        batch, layer_pass = self._lay_out(plans)
+        batch, layer_pass = layout
         groups = BatchCandidates.of(batch, layer_pass.observed).by_settings()
         steps: list[dict[str, StepPlan]] = []
         filled: list[list[Filled]] = []
@@ -382,7 +429,7 @@ class DiffusionModelRunner:
         for step in self._known_ahead(plans, progress, num_steps, layer_pass.repeats):
             if steps and layer_pass.repeats is Repeats.AFTER_FOLLOW:
                 layer_pass.follow(self.store.masked)
-            hidden, step_results = self.denoiser.forward(batch, layer_pass)
+            hidden, step_results = computed or self.denoiser.forward(batch, layer_pass)
             finished = layer_pass.finished(step_results)
             step_groups = groups
             if finished is not None:
@@ -424,7 +471,7 @@ class DiffusionModelRunner:
             plans, progress, specs, self.plan, num_steps, may_idle=may_idle
         )
 
-    def _lay_out(self, plans: dict[str, StepPlan]) -> tuple[StepBatch, LayerPass]:
+    def _lay_out(self, plans: dict[str, StepPlan]) -> Layout:
         """The rows of a step and who runs the layers over them: those of the last step
         where this one repeats it.
         """

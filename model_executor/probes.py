@@ -2,16 +2,18 @@
 likelihood of tokens.
 """
 
-import itertools
+from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dllm_engine.decoding.probe import Logprobs, Probe
 from dllm_engine.kernels.sampling import Counters
 from dllm_engine.model_executor.graphs.recording import padded
 from dllm_engine.model_executor.head_chunks import head_chunks
-from dllm_engine.model_executor.passes.base import DensePass
+from dllm_engine.model_executor.passes.base import DensePass, PassInput
 from dllm_engine.model_executor.rank import Rank
 from dllm_engine.model_executor.step_batch import RowBounds
 from dllm_engine.model_executor.token_prediction import (
@@ -59,45 +61,55 @@ def run_largest_batch(rank: Rank) -> None:
     del pass_memory
 
 
-@torch.inference_mode()
-def masked_logprobs(
-    rank: Rank,
-    sequences: list[list[int]],
-    masked: list[list[int]],
-    tokens: list[list[int]],
-) -> list[list[list[float]]]:
-    """Log-probabilities of ``tokens`` at ``masked`` positions of sequences, given the
-    rest of each, and of the likeliest tokens there; one forward pass for all.
+class ProbeBatch:
+    """Rows of probes, which lie end to end."""
 
-    A position may be there for several tokens.
-    """
-    device = rank.device
-    family = rank.model.config.family
-    positions = torch.cat(
-        [torch.arange(len(sequence), device=device) for sequence in sequences]
-    )
-    row_bounds = RowBounds(
-        list(map(len, sequences)), device, _limits(positions, family.attention_block)
-    )
-    ids = on_device(list(itertools.chain.from_iterable(sequences)), device)
-    asked = on_device(list(itertools.chain.from_iterable(tokens)), device)
-    # As in a response, the first position of a sequence has no row before it.
-    places = [
-        (first + p, first + max(p - family.shifts_logits, 0))
-        for first, own in zip(row_bounds.bounds, masked, strict=False)
-        for p in own
-    ]
-    if not places:
-        return [[[], []] for _ in sequences]
-    rows, predicting = np.array(places).T
-    ids = ids.index_fill(0, on_device(rows, device), rank.predictor.mask_token_id)
-    hidden, _ = rank.model(ids, positions, DensePass(row_bounds))
-    # Rows of several tokens go through the head once.
-    predicting, row_of = np.unique(predicting, return_inverse=True)
-    logprobs = rank.predictor.logprobs_of(
-        hidden[on_device(predicting, device)], on_device(row_of, device), asked
-    )
-    return [part.tolist() for part in logprobs.split(list(map(len, masked)), dim=1)]
+    def __init__(self, rank: Rank, probes: Sequence[Probe]) -> None:
+        device = rank.device
+        family = rank.model.config.family
+        self.predictor = rank.predictor
+        canvases = [probe.canvas for probe in probes]
+        positions = torch.cat(
+            [torch.arange(len(canvas), device=device) for canvas in canvases]
+        )
+        limits = _limits(positions, family.attention_block)
+        rows = RowBounds(list(map(len, canvases)), device, limits)
+        # As in a response, the first position of a sequence has no row before it.
+        places = [
+            (first + p, first + max(p - family.shifts_logits, 0))
+            for first, probe in zip(rows.bounds, probes, strict=False)
+            for p in probe.masked
+        ]
+        masked, predicting = np.array(places, np.int64).reshape(-1, 2).T
+        tokens = on_device(list(chain.from_iterable(canvases)), device)
+        tokens = tokens.index_fill(
+            0, on_device(masked, device), self.predictor.mask_token_id
+        )
+        self.input = PassInput(tokens, positions, DensePass(rows))
+        # Rows of several tokens go through the head once.
+        predicting, row_of = np.unique(predicting, return_inverse=True)
+        self.predicting = on_device(predicting, device)
+        self.row_of = on_device(row_of, device)
+        asked = [token for probe in probes for token in probe.tokens]
+        self.asked = on_device(asked, device, torch.int64)
+        self.num_asked = [len(probe.tokens) for probe in probes]
+
+    def answers(self, hidden: Tensor) -> list[Logprobs]:
+        """Answers to the probes, from hidden states ``[num_rows, hidden_size]``."""
+        logprobs = self.predictor.logprobs_of(
+            hidden[self.predicting], self.row_of, self.asked
+        )
+        return [
+            Logprobs(*part.tolist()) for part in logprobs.split(self.num_asked, dim=1)
+        ]
+
+
+@torch.inference_mode()
+def masked_logprobs(rank: Rank, probes: Sequence[Probe]) -> list[Logprobs]:
+    """Answers to probes, by one forward pass for all."""
+    batch = ProbeBatch(rank, probes)
+    hidden, _ = rank.model(*batch.input)
+    return batch.answers(hidden)
 
 
 def _limits(positions: Tensor, block_length: int | None) -> Tensor | None:

@@ -36,6 +36,7 @@ from dllm_engine.scheduler.engine_stats import EngineStats
 from dllm_engine.scheduler.model_weights import ModelWeights
 from dllm_engine.scheduler.page_pool import PagePool
 from dllm_engine.scheduler.page_tables import PageTables, pool_log_line
+from dllm_engine.scheduler.probe_queue import ProbeQueue
 from dllm_engine.scheduler.refresh_budget import RefreshBudget
 from dllm_engine.scheduler.request_resolver import RequestResolver
 from dllm_engine.scheduler.scheduled_request import ScheduledRequest, failed_output
@@ -118,6 +119,7 @@ class DiffusionScheduler(SchedulerInterface):
         self.states: dict[str, ScheduledRequest] = {}
         self.finished_req_ids: set[str] = set()
         self.weights = ModelWeights()
+        self.probes = ProbeQueue(self.weights)
         self.outputs = ClientOutputs(tells_ended=include_finished_set)
         self.log_stats = log_stats
         self.stats = EngineStats()
@@ -246,13 +248,19 @@ class DiffusionScheduler(SchedulerInterface):
         rows = StepRows(
             ((state.source, plan.max_rows) for state, plan in planned), self.max_rows
         )
+        if self.probes.is_due:
+            output.probes = self.probes.take(rows)
         self._run_planned(planned, rows, output)
         if not throttle_prefills and not output.preempted_req_ids:
             self._admit(rows, output)
+        if not output.probes:
+            output.probes = self.probes.take(rows)
         canvases = self._canvases()
         self.refreshes.end_step(output.plans, canvases)
         self._run_on(output, canvases)
-        output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
+        output.total_num_scheduled_tokens = sum(
+            output.num_scheduled_tokens.values()
+        ) + sum(len(probe.canvas) for probe in output.probes)
         return output
 
     def _canvases(self) -> dict[str, int]:
@@ -350,6 +358,7 @@ class DiffusionScheduler(SchedulerInterface):
         if (
             self.options.steps_per_dispatch == 1
             or self.waiting
+            or self.probes
             or not output.plans
             or output.plans.keys() != canvases.keys()
             or sum(canvases.values()) > self.max_rows
@@ -454,6 +463,8 @@ class DiffusionScheduler(SchedulerInterface):
                     # Some were aborted while the step ran, or ended in one before it.
                     if (state := self.states.get(request_id)) is not None:
                         self._take_in(state, result)
+            if model_runner_output.probe_answers:
+                self.probes.take_in(model_runner_output.probe_answers)
         return self.outputs.take(self.make_stats())
 
     def _take_in(
@@ -496,7 +507,7 @@ class DiffusionScheduler(SchedulerInterface):
             len(self.running) + len(self.waiting) if self.admits else self.num_begun
         )
         # Errors are sent with the outputs of a step.
-        return unfinished + len(self.outputs)
+        return unfinished + len(self.outputs) + len(self.probes)
 
     def has_request(self, request_id: str) -> bool:
         """Return True if a request waits or runs here; vLLM 0.33 asks."""

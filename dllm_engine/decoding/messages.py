@@ -9,6 +9,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
+from dllm_engine.decoding.probe import Logprobs, Probe
 from dllm_engine.decoding.progress import Progress
 from dllm_engine.decoding.spec import DecodingSpec
 from dllm_engine.decoding.step_plan import RefreshState, StepPlan
@@ -56,6 +57,8 @@ class DiffusionSchedulerOutput(SchedulerOutput):
     """
     progress: dict[str, Progress] = field(default_factory=dict)
     """Progress from which the runner plans steps after the first."""
+    probes: list[Probe] = field(default_factory=list)
+    """Computed beside the requests."""
 
     def leave_out(self, request_id: str) -> None:
         """Remove a request from the step."""
@@ -200,6 +203,8 @@ class DiffusionRunnerOutput(ModelRunnerOutput):
     """vLLM's message with a report per request for each step that has run."""
 
     reports: list[dict[str, StepResult]] = field(default_factory=list)
+    probe_answers: list[Logprobs] = field(default_factory=list)
+    """Answers to the probes of the step."""
 
 
 def figures_message(progress: Progress, **others: Any) -> dict[str, Any]:

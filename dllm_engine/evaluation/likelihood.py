@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from dllm_engine.decoding.probe import Probe
 from dllm_engine.families import ModelFamily
-from dllm_engine.lengths.forward_passes import Probe
 
 NUM_SAMPLES = 128
 """Samples per continuation, as in that paper."""

@@ -23,7 +23,7 @@ from dllm_engine.evaluation.likelihood import (
     probe_of,
     weighted_canvases,
 )
-from dllm_engine.lengths.forward_passes import passes_of
+from dllm_engine.lengths.forward_passes import served_answers
 from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.vllm_hooks.server.prompts import (
     PromptRequest,
@@ -160,5 +160,5 @@ async def _logprobs(
     engine: Any, canvases: Iterable[Canvas]
 ) -> AsyncIterator[list[float]]:
     """Log-probabilities of each canvas's masked tokens."""
-    async for answer in passes_of(engine).answers(map(probe_of, canvases)):
+    async for answer in served_answers(engine, map(probe_of, canvases)):
         yield answer.asked

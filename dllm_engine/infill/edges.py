@@ -23,8 +23,9 @@ from typing import Any, Self
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import SamplingParams
 
+from dllm_engine.decoding.probe import Probe
 from dllm_engine.infill.template import Template
-from dllm_engine.lengths.forward_passes import Passes, Probe
+from dllm_engine.lengths.forward_passes import Passes
 from dllm_engine.request_options.sampling_params import HOLE_EDGES, bytes_in
 
 _LAST = "\U0010ffff"

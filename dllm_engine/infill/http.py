@@ -23,7 +23,7 @@ from dllm_engine.infill.template import (
     filled_in,
     tokenized,
 )
-from dllm_engine.lengths.forward_passes import passes_of
+from dllm_engine.lengths.forward_passes import served_result
 from dllm_engine.lengths.holes import (
     DEFAULT_BUDGET,
     LARGEST_BUDGET,
@@ -112,7 +112,6 @@ class HoleLengths(NamedTuple):
 
     async def _ranked(self, engine: Any, prompt: Sequence[int]) -> Ranked:
         filling, config = self.filling, engine.vllm_config.model_config
-        passes = passes_of(engine)
         openable = openings(
             list(prompt),
             filling.template,
@@ -120,12 +119,12 @@ class HoleLengths(NamedTuple):
             filling.stops,
             in_chat=filling.in_chat,
         )
-        (opened,) = await passes.result(chosen_openings([openable]))
+        (opened,) = await served_result(engine, chosen_openings([openable]))
         sizes = opened.sizes(len(opened.prompt), filling.budget, config.max_model_len)
         mask = config.hf_config.mask_token_id
         holes = opened.template.holes(opened.prompt, sizes, mask)
         ranking = ranked_lengths(holes, filling.num_choices)
-        return Ranked(opened, sizes, await passes.result(ranking))
+        return Ranked(opened, sizes, await served_result(engine, ranking))
 
 
 async def settle_template(request: Any, serving: Any, asked: Any) -> None:

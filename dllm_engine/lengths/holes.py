@@ -19,7 +19,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dllm_engine.lengths.forward_passes import Logprobs, Passes, Probe
+from dllm_engine.decoding.probe import Logprobs, Probe
+from dllm_engine.lengths.forward_passes import Passes
 
 DEFAULT_BUDGET = 64
 """Most tokens of a hole whose request names no budget."""

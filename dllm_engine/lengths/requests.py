@@ -8,7 +8,7 @@ from vllm.sampling_params import SamplingParams
 
 from dllm_engine.admission import admitted, open_length_rule, shortest_text
 from dllm_engine.families import model_end_tokens
-from dllm_engine.lengths.forward_passes import passes_of, result_of
+from dllm_engine.lengths.forward_passes import result_of, served_result
 from dllm_engine.lengths.responses import (
     ChosenLength,
     OpenResponse,
@@ -71,7 +71,7 @@ class AutoLength:
         self, engine: Any, prompt: Sequence[int], params: SamplingParams
     ) -> Settled:
         passes = chosen_lengths([self.response(engine, prompt)])
-        (chosen,) = await passes_of(engine).result(passes)
+        (chosen,) = await served_result(engine, passes)
         set_length(params, chosen)
         return Settled(prompt)
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from dllm_engine.lengths.forward_passes import Logprobs, Passes, Probe
+from dllm_engine.decoding.probe import Logprobs, Probe
+from dllm_engine.lengths.forward_passes import Passes
 from dllm_engine.request_options.layout import LengthRule
 
 

@@ -9,8 +9,10 @@ and no request runs while weights are incomplete.
 from typing import Any
 
 from vllm.platforms import current_platform
+from vllm.v1.engine.core import EngineCoreProc
 
 from dllm_engine.checkpoints import check_folder
+from dllm_engine.decoding.probe import Probe
 from dllm_engine.model_executor.loading.files import check_safetensors
 from dllm_engine.vllm_hooks.patch import Original, is_ours
 
@@ -25,7 +27,7 @@ _CHANGES = (
 )
 
 
-def guard_weights(
+def call_workers(
     collective_rpc: Original,
     self: Any,
     method: Any,
@@ -33,19 +35,15 @@ def guard_weights(
     args: tuple = (),
     kwargs: Any = None,
 ) -> Any:
-    """Guard calls of the workers that change weights, and ``masked_logprobs``. That
-    returns one rank's answer (None while no request may begin) and how often weights
-    have changed.
+    """Guard calls of the workers that change weights, and give probes to the
+    scheduler.
     """
-    if method not in (*_CHANGES, "masked_logprobs") or not is_ours(self):
+    if is_ours(self) and method == "masked_logprobs":
+        return _masked_logprobs(collective_rpc, self, *args)
+    if is_ours(self) and method == "drop_probes":
+        return self.scheduler.probes.drop(*args)
+    if method not in _CHANGES or not is_ours(self):
         return collective_rpc(self, method, timeout, args, kwargs)
-    if method == "masked_logprobs":
-        answers = (
-            collective_rpc(self, method, timeout, args, kwargs)
-            if self.scheduler.admits
-            else [None]
-        )
-        return [answers[0], self.scheduler.weights.num_changes]
     _refuse_while_running(
         self, method, "a response must not come from two sets of weights"
     )
@@ -55,6 +53,7 @@ def guard_weights(
         )
     # Pages that requests share come from the old weights.
     self.scheduler.reset_prefix_cache()
+    self.scheduler.probes.drop_all()
     if method == "reload_weights":
         path = (kwargs or {}).get("weights_path", args[1] if len(args) > 1 else None)
         if path is not None:
@@ -65,6 +64,22 @@ def guard_weights(
     result = collective_rpc(self, method, timeout, args, kwargs)
     weights.end_change(method, complete=method in _COMPLETE)
     return result
+
+
+def _masked_logprobs(
+    collective_rpc: Original, engine: Any, name: str, *probes: list[list[int]]
+) -> Any:
+    """Answers to probes (None while no request may begin) and how often weights have
+    changed. An engine with a process of its own computes them in its next steps, and
+    this is a future.
+    """
+    scheduler = engine.scheduler
+    if not scheduler.admits:
+        return None, scheduler.weights.num_changes
+    if isinstance(engine, EngineCoreProc):
+        return scheduler.probes.add(name, list(map(Probe, *probes)))
+    answers, *_ = collective_rpc(engine, "masked_logprobs", None, probes)
+    return answers, scheduler.weights.num_changes
 
 
 def sleep_if_possible(

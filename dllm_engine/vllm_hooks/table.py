@@ -59,7 +59,7 @@ EVERY_PROCESS = {
     # Wish: stat_logger_plugins for offline engines too.
     "vllm.v1.metrics.loggers:StatLoggerManager.__init__": "metrics:init_with_metrics",
     # Wish: a scheduler is asked before its workers change.
-    "vllm.v1.engine.core:EngineCore.collective_rpc": "engine_core:guard_weights",
+    "vllm.v1.engine.core:EngineCore.collective_rpc": "engine_core:call_workers",
     "vllm.v1.engine.core:EngineCore.sleep": "engine_core:sleep_if_possible",
     "vllm.v1.engine.core:EngineCore.release_kv_cache_memory": "engine_core:release_if_unused",
     # Wish: endpoint_plugins without VLLM_PLUGINS.

@@ -21,6 +21,7 @@ from dllm_engine.model_executor.passes.base import (
     LayerPass,
     Repeats,
     Results,
+    can_join,
 )
 from dllm_engine.model_executor.passes.paged import PagedPass
 from dllm_engine.model_executor.rank import Rank
@@ -61,11 +62,7 @@ class ForwardSize(NamedTuple):
         if rows is None or not worth_padding(num_rows, rows):
             return None
         plain = PagedPass if isinstance(layer_pass, PagedPass) else DensePass
-        pass_class = type(layer_pass)
-        if (
-            pass_class.__call__ is not plain.__call__
-            or pass_class.attend is not plain.attend
-        ):
+        if not can_join(layer_pass) or type(layer_pass).attend is not plain.attend:
             return None
         reads = writes = overwrites = False
         if isinstance(layer_pass, PagedPass):

@@ -8,11 +8,12 @@ few (adaptive updates).
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import TypeIs
 
 from dllm_engine.decoding.canvas_layout import Span
 from dllm_engine.decoding.step_plan import StepPlan
@@ -175,7 +176,60 @@ def run_layers(
     return hidden if update is None else hidden.add_(update)
 
 
-class DensePass(LayerPass):
+class AttendingPass(LayerPass):
+    """A pass that computes every row in every layer. Subclasses differ in ``attend``."""
+
+    def __call__(
+        self, layers: Iterable[DecoderLayer], hidden: Tensor, phases: RotaryPhases
+    ) -> tuple[Tensor, Results]:
+        return run_layers(layers, hidden, phases, self.attend), self.results()
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Implements ``Attend``."""
+        raise NotImplementedError
+
+    def results(self) -> Results:
+        """Results of the pass, once all layers have run."""
+        return ()
+
+
+def can_join(layer_pass: LayerPass) -> TypeIs[AttendingPass]:
+    """Return True if the rows of a pass may run through the layers together with those
+    of other passes.
+    """
+    own = type(layer_pass)
+    return issubclass(own, AttendingPass) and own.__call__ is AttendingPass.__call__
+
+
+class PassInput(NamedTuple):
+    """Input of the model."""
+
+    tokens: Tensor
+    """``[num_rows]`` int64."""
+    positions: Tensor
+    """``[num_rows]`` int64."""
+    layer_pass: AttendingPass
+
+
+class JoinedPass(AttendingPass):
+    """Passes whose rows run through the layers together."""
+
+    def __init__(self, passes: Sequence[AttendingPass], sizes: Sequence[int]) -> None:
+        """``sizes``: number of rows of each pass."""
+        self.passes = passes
+        self.sizes = list(sizes)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = zip(*(values.split(self.sizes) for values in (q, k, v)), strict=True)
+        return torch.cat(
+            [
+                layer_pass.attend(layer, *part)
+                for layer_pass, part in zip(self.passes, parts, strict=True)
+            ]
+        )
+
+
+class DensePass(AttendingPass):
     """A pass that neither reads nor writes pages: each sequence attends to itself, to
     all of it or up to the limits of its rows."""
 
@@ -183,11 +237,6 @@ class DensePass(LayerPass):
 
     def __init__(self, row_bounds: RowBounds, pages: object = None) -> None:
         self.row_bounds = row_bounds
-
-    def __call__(
-        self, layers: Iterable[DecoderLayer], hidden: Tensor, phases: RotaryPhases
-    ) -> tuple[Tensor, Results]:
-        return run_layers(layers, hidden, phases, self.attend), ()
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attend_alone(q, k, v, self.row_bounds)

@@ -1,6 +1,6 @@
 """Passes that compute every row in every layer, and also attend to tokens in pages."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -10,21 +10,20 @@ from torch import Tensor
 from dllm_engine.decoding.page_layout import PageKind
 from dllm_engine.decoding.step_plan import RefreshState, StepPlan
 from dllm_engine.model_executor.batch_tables import ALL_LAYERS, KVTables, TokenTables
-from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes.base import (
+    AttendingPass,
     DensePass,
     LayerPass,
     Repeats,
     Results,
     attend_split,
-    run_layers,
 )
 from dllm_engine.model_executor.step_batch import SplitRows, StepBatch, ranges
 from dllm_engine.model_executor.transfer import on_device
 
 
-class PagedPass(LayerPass):
+class PagedPass(AttendingPass):
     """Pass whose rows attend to retained tokens in pages and to fresh rows. The host
     reads no tensor of it."""
 
@@ -44,11 +43,6 @@ class PagedPass(LayerPass):
         self.rows = rows
         self.row_slots = slots
         self.attend_fresh = attend_fresh
-
-    def __call__(
-        self, layers: Iterable[DecoderLayer], hidden: Tensor, phases: RotaryPhases
-    ) -> tuple[Tensor, Results]:
-        return run_layers(layers, hidden, phases, self.attend), ()
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.row_slots is not None:

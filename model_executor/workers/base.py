@@ -1,5 +1,6 @@
 """Common base of our workers for all devices."""
 
+from dllm_engine.decoding.probe import Logprobs, Probe
 from dllm_engine.model_executor.model_runner import DiffusionModelRunner
 from dllm_engine.model_executor.probes import masked_logprobs
 
@@ -30,7 +31,6 @@ class DiffusionWorker:
         finally:
             model.takes_parts = False
 
-    def masked_logprobs(self, *probes: list[list[int]]) -> list[list[list[float]]]:
-        """Log-probabilities for ``dllm_engine/lengths/forward_passes.py``, which calls this
-        by vLLM's ``collective_rpc``."""
-        return masked_logprobs(self.model_runner.rank, *probes)
+    def masked_logprobs(self, *probes: list[list[int]]) -> list[Logprobs]:
+        """Answers to probes, for an engine without a process of its own."""
+        return masked_logprobs(self.model_runner.rank, list(map(Probe, *probes)))

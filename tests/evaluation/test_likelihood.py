@@ -117,7 +117,7 @@ def test_canvases_share_forward_passes_up_to_the_token_budget(
     monkeypatch.setattr(
         llm,
         "collective_rpc",
-        lambda *a, **kw: batches.append(kw["args"][0]) or run(*a, **kw),
+        lambda *a, **kw: batches.append(kw["args"][1]) or run(*a, **kw),
     )
     monkeypatch.setattr(
         llm.llm_engine.vllm_config.scheduler_config, "max_num_batched_tokens", 300

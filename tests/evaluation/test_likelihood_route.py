@@ -3,14 +3,15 @@ HTTP.
 """
 
 import asyncio
-import time
+import contextlib
 from types import SimpleNamespace
 
 import pytest
 from fastapi import HTTPException
 
+from dllm_engine.decoding.probe import Probe
 from dllm_engine.evaluation.likelihood import log_likelihoods
-from dllm_engine.lengths.forward_passes import ForwardPasses, Probe
+from dllm_engine.lengths.forward_passes import served_answers
 from tests.support.engines import assert_nothing_left
 
 CHAT = [{"role": "user", "content": "Tom=48. Ida=07. Give: Ida"}]
@@ -126,126 +127,66 @@ def test_none_is_computed_while_weights_are_incomplete(ask, demo, monkeypatch):
         list(demo.masked_logprobs([([5, 6], [1])]))
 
 
-# Passes
+# Calls of the engine
 
 
 class Engine:
-    """Passes of at most ten rows, of which it notes the sizes; a log-probability is the
-    first token of a canvas.
+    """Calls with probes of at most ten rows, of which it notes the first tokens of the
+    canvases; these are the answers too.
     """
 
-    def __init__(self, *failures):
+    def __init__(self):
         self.vllm_config = SimpleNamespace(
             scheduler_config=SimpleNamespace(max_num_batched_tokens=10)
         )
-        self.passes, self.failures = [], list(failures)
-        self.output_processor = SimpleNamespace(has_unfinished_requests=lambda: False)
-        self.num_weight_changes = self.changes_per_pass = 0
+        self.calls, self.dropped = {}, []
+        self.num_weight_changes = self.changes_per_call = 0
+        self.goes_on = asyncio.Event()
+        self.goes_on.set()
 
     async def collective_rpc(self, method, args):
-        sequences, *_ = args
-        self.passes.append([sequence[0] for sequence in sequences])
-        await asyncio.sleep(0)
-        self.num_weight_changes += self.changes_per_pass
-        if self.failures:
-            raise self.failures.pop()
-        return [
-            [[[float(sequence[0])], [0.0]] for sequence in sequences],
-            self.num_weight_changes,
-        ]
+        name, *fields = args
+        if method == "drop_probes":
+            return self.dropped.append(name)
+        canvases, *_ = fields
+        self.calls[name] = [canvas[0] for canvas in canvases]
+        await self.goes_on.wait()
+        self.num_weight_changes += self.changes_per_call
+        answers = [[[float(canvas[0])], [0.0]] for canvas in canvases]
+        return [answers, self.num_weight_changes]
 
 
-def computed(engine, *requests, during=lambda tasks: None):
-    async def one(passes, request):
-        probes = [Probe([mark] * size, [0], [0]) for mark, size in request]
-        return [answer.asked[0] async for answer in passes.answers(probes)]
-
-    async def run():
-        passes = ForwardPasses(engine)
-        tasks = [asyncio.create_task(one(passes, request)) for request in requests]
-        for _ in range(2):  # the second begins the first pass
-            await asyncio.sleep(0)
-        during(tasks)
-        return await asyncio.gather(*tasks, return_exceptions=True)
-
-    return asyncio.run(run())
+async def computed(engine, *sizes):
+    probes = [Probe([mark] * size, [0], [0]) for mark, size in sizes]
+    return [answer.asked[0] async for answer in served_answers(engine, probes)]
 
 
-def test_requests_take_turns_with_passes_of_as_many_canvases_as_fit():
+def test_a_call_has_as_many_canvases_as_fit_into_a_step():
     engine = Engine()
-    first = [(1, 4)] * 3 + [(2, 12)] + [(3, 3)] * 3
-    assert computed(engine, first, [(4, 10)] * 2, []) == [
-        [1.0] * 3 + [2.0] + [3.0] * 3,
-        [4.0] * 2,
-        [],
-    ]
-    assert engine.passes == [[1, 1], [4], [1], [4], [2], [3, 3, 3]]
-
-
-def test_the_engine_has_one_pass_at_a_time_also_where_clients_leave():
-    """Of ten clients that leave, it computes the pass that it has, and
-    none that waits.
-    """
-    engine, ends = Engine(), asyncio.Event()
-
-    async def wait(method, args):
-        engine.passes.append(args[0][0][0])
-        await ends.wait()
-        return [[[[0.0], [0.0]]] * len(args[0]), 0]
-
-    engine.collective_rpc = wait
-
-    async def run():
-        passes = ForwardPasses(engine)
-
-        async def one(mark):
-            return [x async for x in passes.answers([Probe([mark] * 9, [0], [0])])]
-
-        leaving = [asyncio.create_task(one(mark)) for mark in range(10)]
-        staying = asyncio.create_task(one(10))
-        while not engine.passes:
-            await asyncio.sleep(0)
-        for task in leaving:
-            task.cancel()
-        await asyncio.wait(leaving)
-        assert engine.passes == [0]
-        ends.set()
-        await staying
-        assert engine.passes == [0, 10]
-
-    asyncio.run(run())
-
-
-def test_the_engines_steps_have_as_much_time_as_passes():
-    engine, begun, ended = Engine(), [], []
-    engine.output_processor.has_unfinished_requests = lambda: True
-
-    async def take_a_while(method, args):
-        begun.append(time.monotonic())
-        await asyncio.sleep(0.05)
-        ended.append(time.monotonic())
-        return [[[[0.0], [0.0]]] * len(args[0]), 0]
-
-    engine.collective_rpc = take_a_while
-    assert computed(engine, [(1, 10)] * 3, [(2, 10)] * 3) == [[0.0] * 3] * 2
-    assert all(
-        later - sooner >= 0.04 for sooner, later in zip(ended, begun[1:], strict=False)
-    )
+    sizes = [(1, 4)] * 3 + [(2, 12)] + [(3, 3)] * 3
+    assert asyncio.run(computed(engine, *sizes)) == [1.0] * 3 + [2.0] + [3.0] * 3
+    assert [*engine.calls.values()] == [[1, 1], [1], [2], [3, 3, 3]]
 
 
 def test_a_client_that_leaves_takes_its_canvases_along():
-    engine = Engine()
-    left, stayed = computed(
-        engine, [(1, 10)] * 9, [(2, 10)] * 2, during=lambda tasks: tasks[0].cancel()
-    )
-    assert isinstance(left, asyncio.CancelledError)
-    assert stayed == [2.0, 2.0]
-    assert engine.passes == [[1], [2], [2]]
+    async def run():
+        engine = Engine()
+        engine.goes_on.clear()
+        task = asyncio.create_task(computed(engine, *[(1, 10)] * 9))
+        while not engine.calls:
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        assert [*engine.calls] == engine.dropped
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize(("num_canvases", "is_refused"), [(1, False), (2, True)])
 def test_a_likelihood_never_comes_from_two_sets_of_weights(num_canvases, is_refused):
     engine = Engine()
-    engine.changes_per_pass = 1
-    (result,) = computed(engine, [(1, 10)] * num_canvases)
-    assert isinstance(result, HTTPException) == is_refused
+    engine.changes_per_call = 1
+    refused = pytest.raises(HTTPException) if is_refused else contextlib.nullcontext()
+    with refused:
+        asyncio.run(computed(engine, *[(1, 10)] * num_canvases))

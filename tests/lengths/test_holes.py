@@ -2,7 +2,7 @@
 
 import pytest
 
-from dllm_engine.lengths.forward_passes import Logprobs
+from dllm_engine.decoding.probe import Logprobs
 from dllm_engine.lengths.holes import Hole, ranked_lengths
 
 HOLE = Hole([5], [6], range(6))

@@ -11,6 +11,7 @@ from vllm.v1.request import Request, RequestStatus
 from dllm_engine import DiffusionParams
 from dllm_engine.decisions.answering import COUNTS
 from dllm_engine.decoding.messages import DiffusionRunnerOutput, StepReport
+from dllm_engine.decoding.probe import Logprobs
 from dllm_engine.families import LLADA
 from dllm_engine.scheduler.diffusion_scheduler import DiffusionScheduler
 from dllm_engine.scheduler.engine_stats import EngineStats, take_stats
@@ -36,7 +37,9 @@ SCHEDULING = {
 
 
 class StandInRunner:
-    """Reports of steps that unmask what was asked."""
+    """Reports of steps that unmask what was asked. The first token of a probe is its
+    answer.
+    """
 
     def __init__(self) -> None:
         self.masked: dict[str, int] = {}
@@ -54,7 +57,10 @@ class StandInRunner:
                 tokens=None if left else [7] * plan.window.size,
                 trace=None,
             )
-        return DiffusionRunnerOutput(req_ids=[], req_id_to_index={}, reports=[reports])
+        answers = [Logprobs([float(probe.canvas[0])], [0.0]) for probe in output.probes]
+        return DiffusionRunnerOutput(
+            req_ids=[], req_id_to_index={}, reports=[reports], probe_answers=answers
+        )
 
 
 def scheduler_with(

@@ -3,7 +3,7 @@ window that are important to the window's queries.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +21,11 @@ from dllm_engine.kernels.attention_scores import mean_query_scores, select_retai
 from dllm_engine.kernels.paged_attention import attention_with_lse
 from dllm_engine.kernels.pages import page_places
 from dllm_engine.model_executor.batch_tables import ALL_LAYERS, TokenTables
-from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes.base import (
     GraphParts,
     LayerPass,
     Results,
-    run_layers,
 )
 from dllm_engine.model_executor.passes.paged import AddingPass, RetentionPass
 from dllm_engine.model_executor.step_batch import StepBatch
@@ -102,6 +100,10 @@ class SparsePass(AddingPass):
             if part.count < part.num_positions:
                 sizes = part.num_positions, part.count
                 self.chosen_alike[sizes].append(number)
+        self.retained_rows = self.named_rows.new_empty(self.slots.shape[:2])
+        """Rows that each layer retains, ``[num_layers, n]``, in the order of
+        ``updating``.
+        """
         self.windows: list[Tensor] = []
         """Window rows of each request of ``updating``."""
         for i in self.updating:
@@ -132,24 +134,17 @@ class SparsePass(AddingPass):
         ]
         return GraphParts(layout, inputs)
 
-    def __call__(
-        self, layers: Iterable[DecoderLayer], hidden: Tensor, phases: RotaryPhases
-    ) -> tuple[Tensor, Results]:
-        """Result: the rows that each layer retains, ``[num_layers, n]``, in the order
-        of ``updating``.
-        """
-        retained = self.named_rows.new_empty(self.slots.shape[:2])
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = super().attend(layer, q, k, v)
+        if len(self.shared_positions):
+            k, v = self._with_shared(layer, k, v)
+        rows = self._retained_rows(layer, q, k, v)
+        self.tokens.pages.write(k[rows], v[rows], self.slots[layer])
+        self.retained_rows[layer] = rows
+        return out
 
-        def attend_and_retain(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out = self.attend(layer, q, k, v)
-            if len(self.shared_positions):
-                k, v = self._with_shared(layer, k, v)
-            rows = self._retained_rows(layer, q, k, v)
-            self.tokens.pages.write(k[rows], v[rows], self.slots[layer])
-            retained[layer] = rows
-            return out
-
-        return run_layers(layers, hidden, phases, attend_and_retain), [retained]
+    def results(self) -> Results:
+        return [self.retained_rows]
 
     def take_read_tensors(
         self, index: int, results: Results, arrays: Sequence[np.ndarray]
