@@ -10,6 +10,7 @@ from dllm_engine.model_executor.probes import masked_logprobs
 from tests.support.engines import generate, runner_of, scheduler_of
 from tests.support.plans import FULL_METHODS
 from tests.support.random_decisions import (
+    assert_same_decisions,
     decision_params,
     random_decision,
 )
