@@ -67,6 +67,8 @@ class Denoiser:
         """Hidden states ``[num_rows, hidden_size]`` and results of each of several
         passes, by one forward pass.
         """
+        if len(inputs) == 1:
+            return [self.rank.model(*inputs[0])]
         tokens, positions, passes = zip(*inputs, strict=True)
         sizes = list(map(len, tokens))
         hidden, _ = self.rank.model(

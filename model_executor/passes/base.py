@@ -197,8 +197,11 @@ def can_join(layer_pass: LayerPass) -> TypeIs[AttendingPass]:
     """Return True if the rows of a pass may run through the layers together with those
     of other passes.
     """
-    own = type(layer_pass)
-    return issubclass(own, AttendingPass) and own.__call__ is AttendingPass.__call__
+    pass_class = type(layer_pass)
+    return (
+        issubclass(pass_class, AttendingPass)
+        and pass_class.__call__ is AttendingPass.__call__
+    )
 
 
 class PassInput(NamedTuple):
