@@ -62,7 +62,7 @@ def run_largest_batch(rank: Rank) -> None:
 
 
 class ProbeBatch:
-    """Rows of probes, which lie end to end."""
+    """Probes of one forward pass, whose rows lie end to end."""
 
     def __init__(self, rank: Rank, probes: Sequence[Probe]) -> None:
         device = rank.device

@@ -12,7 +12,7 @@ from dllm_engine.scheduler.step_rows import StepRows
 _SOURCE = "probes"
 
 Result = tuple[list[Logprobs] | None, int]
-"""Answers to the probes of a call, None if it was dropped, and how often the weights
+"""Answers to the probes of a call (None if it was dropped), and how often the weights
 have changed.
 """
 
@@ -28,20 +28,20 @@ class _Call:
 
 
 class ProbeQueue:
-    """Calls whose probes wait for steps, in the order of their turns: a turn is one
-    probe.
+    """Calls whose probes wait for steps. They take turns: each gets one probe into a
+    step, then each its next one.
     """
 
     def __init__(self, weights: ModelWeights) -> None:
         self._weights = weights
         self._calls: dict[str, _Call] = {}
-        """Calls without a result."""
+        """Calls without a result, by name."""
         self._turns: deque[_Call] = deque()
-        """Calls with waiting probes."""
+        """Calls with waiting probes, next turn first."""
         self._running: deque[list[_Call]] = deque()
-        """By step that runs, the call of each of its probes."""
+        """For each step that runs, the calls of its probes."""
         self.is_due = False
-        """True if the last step had no room for a probe. The next one takes probes
+        """True if the last step had no room for a probe. Then the next step takes probes
         before requests.
         """
 
@@ -50,14 +50,14 @@ class ProbeQueue:
         return len(self._calls)
 
     def add(self, name: str, probes: Sequence[Probe]) -> Future[Result]:
-        """Let the probes of a call wait."""
+        """Add the probes of a call; returns its future result."""
         call = _Call(len(probes), deque(probes))
         self._calls[name] = call
         self._turns.append(call)
         return call.result
 
     def drop(self, name: str) -> None:
-        """Drop a call; nothing happens if it has a result."""
+        """Drop a call. Nothing happens if it has a result already."""
         if (call := self._calls.pop(name, None)) is not None:
             if call.waiting:
                 self._turns.remove(call)
@@ -68,12 +68,13 @@ class ProbeQueue:
             self.drop(name)
 
     def take(self, rows: StepRows) -> list[Probe]:
-        """Probes that a step has room for."""
+        """Remove and return the probes that a step has room for."""
         probes: list[Probe] = []
         calls: list[_Call] = []
         while self._turns:
             call = self._turns[0]
-            num_rows = len(call.waiting[0].canvas)
+            # A canvas that is longer than a step has a step of its own.
+            num_rows = min(len(call.waiting[0].canvas), rows.max_rows)
             if not rows.allow(_SOURCE, num_rows):
                 break
             rows.take(_SOURCE, num_rows)
@@ -88,7 +89,7 @@ class ProbeQueue:
         return probes
 
     def take_in(self, answers: Sequence[Logprobs]) -> None:
-        """Take in the answers of the step that has ended."""
+        """Take the answers of the step that has ended; calls with all answers end."""
         for call, answer in zip(self._running.popleft(), answers, strict=True):
             call.answers.append(answer)
         for name, call in [*self._calls.items()]:

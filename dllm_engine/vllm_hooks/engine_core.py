@@ -35,9 +35,7 @@ def call_workers(
     args: tuple = (),
     kwargs: Any = None,
 ) -> Any:
-    """Guard calls of the workers that change weights, and give probes to the
-    scheduler.
-    """
+    """Guard worker calls that change weights, and give probes to the scheduler."""
     if is_ours(self) and method == "masked_logprobs":
         return _masked_logprobs(collective_rpc, self, *args)
     if is_ours(self) and method == "drop_probes":
@@ -69,9 +67,9 @@ def call_workers(
 def _masked_logprobs(
     collective_rpc: Original, engine: Any, name: str, *probes: list[list[int]]
 ) -> Any:
-    """Answers to probes (None while no request may begin) and how often weights have
-    changed. An engine with a process of its own computes them in its next steps, and
-    this is a future.
+    """Answers to probes (None while no request may begin), and how often the weights
+    have changed. An engine with a process of its own computes them in its next steps
+    and returns a future.
     """
     scheduler = engine.scheduler
     if not scheduler.admits:

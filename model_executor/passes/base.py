@@ -194,9 +194,7 @@ class AttendingPass(LayerPass):
 
 
 def can_join(layer_pass: LayerPass) -> TypeIs[AttendingPass]:
-    """Return True if the rows of a pass may run through the layers together with those
-    of other passes.
-    """
+    """Return True if a pass can be part of a ``JoinedPass``."""
     pass_class = type(layer_pass)
     return (
         issubclass(pass_class, AttendingPass)
@@ -205,7 +203,7 @@ def can_join(layer_pass: LayerPass) -> TypeIs[AttendingPass]:
 
 
 class PassInput(NamedTuple):
-    """Input of the model."""
+    """Input of the model for the rows of a pass."""
 
     tokens: Tensor
     """``[num_rows]`` int64."""
@@ -215,7 +213,9 @@ class PassInput(NamedTuple):
 
 
 class JoinedPass(AttendingPass):
-    """Passes whose rows run through the layers together."""
+    """Several passes in one: their rows lie end to end and run through the layers
+    together.
+    """
 
     def __init__(self, passes: Sequence[AttendingPass], sizes: Sequence[int]) -> None:
         """``sizes``: number of rows of each pass."""

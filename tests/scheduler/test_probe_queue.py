@@ -64,6 +64,13 @@ def test_full_steps_do_not_keep_them_waiting():
     assert_empty(scheduler)
 
 
+def test_a_canvas_that_is_longer_than_a_step_has_one_of_its_own():
+    scheduler, runner = scheduler_with("a", max_num_batched_tokens=18)
+    result = call(scheduler, 1, num_rows=30)
+    run(scheduler, runner)
+    assert marks(result) == [1]
+
+
 def test_a_call_that_is_dropped_has_no_answers():
     scheduler, runner = scheduler_with(max_num_batched_tokens=5)
     left, stays = (call(scheduler, mark, number=2) for mark in (1, 2))
