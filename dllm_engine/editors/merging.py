@@ -15,8 +15,9 @@ from functools import partial
 from itertools import takewhile
 from typing import Any, NamedTuple
 
+from dllm_engine.decoding.probe import Probe
 from dllm_engine.editors.completions import plain_tokens, tokenizer_of
-from dllm_engine.lengths.forward_passes import Passes, Probe, passes_of
+from dllm_engine.lengths.forward_passes import Passes, served_result
 from dllm_engine.request_options.errors import InvalidRequestError
 
 _KEPT = re.compile(
@@ -60,7 +61,7 @@ class Merge(NamedTuple):
         can_compare = serving.model_config.hf_config.family.attention == "full"
         encode = partial(plain_tokens, tokenizer=tokenizer) if can_compare else None
         passes = merged(self.original, self.snippet, encode if tokenizer else None)
-        return await passes_of(serving.engine_client).result(passes)
+        return await served_result(serving.engine_client, passes)
 
 
 class Place(NamedTuple):

@@ -2,8 +2,8 @@
 
 import pytest
 
+from dllm_engine.decoding.probe import Logprobs
 from dllm_engine.editors.merging import merged
-from dllm_engine.lengths.forward_passes import Logprobs
 
 FILE = """import os
 
