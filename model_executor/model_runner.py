@@ -361,13 +361,13 @@ class DiffusionModelRunner:
         they are known ahead. With ``probes`` it is one step. Returns the reports of
         steps, and the answers to probes.
         """
-        parts: dict[str | bool, dict[str, StepPlan]] = defaultdict(dict)
+        parts: dict[str | type[LayerPass], dict[str, StepPlan]] = defaultdict(dict)
         for request_id, plan in plans.items():
             # How a library sums depends on the shapes it is given, so a request may be
             # given its own alone. And what a cache method's pass does is another thing
             # than to compute whole canvases beside pages.
-            serves = self.options.method.serves(self.canvases[request_id].spec)
-            key = request_id if self.options.batch_invariant else serves
+            is_alone = self.options.batch_invariant
+            key = request_id if is_alone else self._layer_pass_class(request_id)
             parts[key][request_id] = plan
         if len(parts) == 1 and not probes:
             return self._run_batch(self._lay_out(plans), plans, progress, num_steps), []
@@ -401,6 +401,11 @@ class DiffusionModelRunner:
             return reports, []
         hidden, _ = computed["probes"]
         return reports, probe_batch.answers(hidden)
+
+    def _layer_pass_class(self, request_id: str) -> type[LayerPass]:
+        """Who runs the layers for a request: the cache method, if it serves it."""
+        serves = self.options.method.serves(self.canvases[request_id].spec)
+        return self.layer_pass_class if serves else WholePass
 
     def _run_batch(
         self,
@@ -487,9 +492,7 @@ class DiffusionModelRunner:
                 )
             ):
                 return self.last_layout
-        method = self.options.method
-        serves = all(method.serves(self.canvases[each].spec) for each in plans)
-        layer_pass_class = self.layer_pass_class if serves else WholePass
+        layer_pass_class = self._layer_pass_class(next(iter(plans)))
         batch = StepBatch.of(plans, self.canvases, layer_pass_class.positions)
         # There are no pages where the method keeps nothing; its pass does not look at
         # them.
