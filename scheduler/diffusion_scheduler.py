@@ -123,6 +123,7 @@ class DiffusionScheduler(SchedulerInterface):
         self.outputs = ClientOutputs(tells_ended=include_finished_set)
         self.log_stats = log_stats
         self.stats = EngineStats()
+        self.rows = StepRows(self.max_rows, self.options.steps_per_dispatch)
         self._num_steps = 0
         page_bytes = sum(
             group.kv_cache_spec.page_size_bytes
@@ -239,25 +240,25 @@ class DiffusionScheduler(SchedulerInterface):
         output.finished_req_ids, self.finished_req_ids = self.finished_req_ids, set()
         if self.pause_state == PauseState.PAUSED_ALL:
             return output
-        self._num_steps += 1
         self.tables.begin_step()
         self.refreshes.begin_step(self._canvases())
         if self.method.keeps_for_good:
             output.preempted_req_ids = self._make_room()
         planned = self._plans_in_order(output)
-        rows = StepRows(
-            ((state.source, plan.max_rows) for state, plan in planned), self.max_rows
-        )
+        rows_of = ((state.source, plan.max_rows) for state, plan in planned)
+        self.rows.begin_step(self._num_steps, rows_of)
         if self.probes.is_due:
-            output.probes = self.probes.take(rows)
-        self._run_planned(planned, rows, output)
+            output.probes = self.probes.take(self.rows)
+        self._run_planned(planned, output)
+        full: set[str] = set()
         if not throttle_prefills and not output.preempted_req_ids:
-            self._admit(rows, output)
+            full = self._admit(output)
         if not output.probes:
-            output.probes = self.probes.take(rows)
+            output.probes = self.probes.take(self.rows)
         canvases = self._canvases()
         self.refreshes.end_step(output.plans, canvases)
-        self._run_on(output, canvases)
+        if self._next_waiting(full) is None:
+            self._run_on(output, canvases)
         output.total_num_scheduled_tokens = sum(
             output.num_scheduled_tokens.values()
         ) + sum(len(probe.canvas) for probe in output.probes)
@@ -307,7 +308,6 @@ class DiffusionScheduler(SchedulerInterface):
     def _run_planned(
         self,
         planned: list[tuple[ScheduledRequest, StepPlan]],
-        rows: StepRows,
         output: DiffusionSchedulerOutput,
     ) -> None:
         """Run the steps that find room among the rows of the step."""
@@ -318,14 +318,14 @@ class DiffusionScheduler(SchedulerInterface):
                 # A part of a long prompt takes what the others leave, and one that was
                 # left out a block at least.
                 least = state.spec.layout.rows_at_once
-                room = rows.left
+                room = self.rows.left
                 if plan.max_rows > 2 * least:
-                    room = max(rows.left - due, least)
+                    room = max(room - due, least)
                 plan = self._fitted(plan, state.spec, room)
-                has_room = rows.allow(state.source, plan.max_rows)
+                has_room = self.rows.allow(state.source, plan.max_rows)
                 if has_room and self.refreshes.allows(state.request_id, plan):
                     self._schedule_one(state, plan, output)
-                    rows.take(state.source, plan.max_rows)
+                    self.rows.take(state.source, plan.max_rows)
 
     def _fitted(self, plan: StepPlan, spec: DecodingSpec, room: int) -> StepPlan:
         """The part of a step that fits ``room`` rows; with ``batch_invariant``, that of
@@ -352,12 +352,9 @@ class DiffusionScheduler(SchedulerInterface):
     def _run_on(
         self, output: DiffusionSchedulerOutput, canvases: dict[str, int]
     ) -> None:
-        """Let the runner run several steps, if no request waits and every step of every
-        request has room.
-        """
+        """Let the runner run several steps, if every step of every request has room."""
         if (
             self.options.steps_per_dispatch == 1
-            or self.waiting
             or self.probes
             or not output.plans
             or output.plans.keys() != canvases.keys()
@@ -385,22 +382,24 @@ class DiffusionScheduler(SchedulerInterface):
             and self.weights.incomplete_since is None
         )
 
-    def _admit(self, rows: StepRows, output: DiffusionSchedulerOutput) -> None:
-        """Let waiting requests begin in their order, while there is room."""
-        full: set[str] = set()
-        """Sources that have all that one may have: others find room beside them."""
+    def _admit(self, output: DiffusionSchedulerOutput) -> set[str]:
+        """Let waiting requests begin in their order, while there is room. Returns the
+        sources that have all that one may have: others find room beside them.
+        """
+        full = self.rows.resting()
         num_running = Counter(state.source for state in self.running)
         while len(self.running) < self.max_num_running and (
             state := self._next_waiting(full)
         ):
             with self._failing_alone(state, output):
                 kept_free = _KEPT_FREE if num_running[state.source] else 0.0
-                if self._begin_if_room(state, rows, kept_free, output):
+                if self._begin_if_room(state, kept_free, output):
                     num_running[state.source] += 1
                 elif num_running[state.source]:
                     full.add(state.source)
                 else:
                     break
+        return full
 
     def _next_waiting(self, full: Collection[str]) -> ScheduledRequest | None:
         """The request to admit next, of another source than those of ``full``. While
@@ -414,7 +413,6 @@ class DiffusionScheduler(SchedulerInterface):
     def _begin_if_room(
         self,
         state: ScheduledRequest,
-        rows: StepRows,
         kept_free: float,
         output: DiffusionSchedulerOutput,
     ) -> bool:
@@ -427,16 +425,16 @@ class DiffusionScheduler(SchedulerInterface):
         shared = self.tables.find_prefix(state)
         if shared is None:
             return False
-        room = rows.left - int(kept_free * self.max_rows)
+        room = self.rows.left - int(kept_free * self.max_rows)
         plan = self.method.next_step(state.spec, state.progress)
         plan = self._fitted(plan, state.spec, room)
-        if plan.max_rows > room or not rows.allow(state.source, plan.max_rows):
+        if plan.max_rows > room or not self.rows.may_begin(state.source, plan.max_rows):
             return False
         if not self.tables.reserve(state, shared, kept_free, output, len(self.running)):
             return False
         self._begin(state, output)
         self._schedule_one(state, plan, output)
-        rows.admit(state.source, plan.max_rows)
+        self.rows.begin(state.source, plan.max_rows)
         return True
 
     def _begin(self, state: ScheduledRequest, output: DiffusionSchedulerOutput) -> None:
@@ -457,6 +455,7 @@ class DiffusionScheduler(SchedulerInterface):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         if isinstance(model_runner_output, DiffusionRunnerOutput):
+            self._num_steps += len(model_runner_output.reports)
             self.stats.engine_steps += len(model_runner_output.reports)
             for step in model_runner_output.reports:
                 for request_id, result in step.items():

@@ -22,37 +22,71 @@ def turns_of(sources: Sequence[str]) -> list[int]:
 
 
 class StepRows:
-    """Rows of one step, by source. Where requests of other sources run, several
-    sequences of a source together take no more rows than those, but the least share of
-    a step in any case. So they do not make the steps of others much longer."""
+    """Rows of the steps, by source. Where requests of other sources run, several
+    sequences of a source together take no more rows of a step than those, but the least
+    share of a step in any case. So they do not make the steps of others much longer.
 
-    def __init__(self, planned: Iterable[tuple[str, int]], max_rows: int) -> None:
-        """``planned``: source and rows of each running request; ``max_rows``: of a
-        step.
+    A source that begins a sequence beside others then rests for a dispatch. Behind it,
+    as many begin at once as could have begun in each step. Meanwhile the steps of the
+    others run without the scheduler.
+    """
+
+    def __init__(self, max_rows: int, steps_per_dispatch: int) -> None:
+        """``max_rows``: of a step."""
+        self.max_rows = max_rows
+        self._rest = steps_per_dispatch
+        self._began: dict[str, int] = {}
+        """The step in which each source last began a sequence beside others."""
+        self.begin_step(0, ())
+
+    def begin_step(self, number: int, planned: Iterable[tuple[str, int]]) -> None:
+        """``number``: of steps before it; ``planned``: source and rows of each running
+        request.
         """
-        self.max_rows = self.left = max_rows
+        self._number = number
+        self.left = self.max_rows
         self._planned: Counter[str] = Counter()
         for source, rows in planned:
             self._planned[source] += rows
         self._total = self._planned.total()
         self._taken: Counter[str] = Counter()
+        oldest = number - 2 * self._rest
+        self._began = {x: began for x, began in self._began.items() if began >= oldest}
 
-    def allow(self, source: str, rows: int) -> bool:
-        """Return True if a source may take so many more rows. Its first sequence may
-        take all that are left.
+    def _others(self, source: str) -> int:
+        return self._total - self._planned[source]
+
+    def resting(self) -> set[str]:
+        """Sources of which no sequence may begin."""
+        since = self._number - self._rest
+        return {
+            x for x, began in self._began.items() if began > since and self._others(x)
+        }
+
+    def allow(self, source: str, rows: int, num_steps: int = 1) -> bool:
+        """Return True if a source may take so many more rows, for ``num_steps`` steps at
+        once. Its first sequence may take all that are left.
         """
-        others = self._total - self._planned[source]
-        most = max(others, int(_LEAST * self.max_rows)) if others else self.max_rows
+        others = self._others(source)
+        least = int(_LEAST * self.max_rows)
+        most = max(others, least) * num_steps if others else self.max_rows
         is_first = not self._taken[source]
         return rows <= self.left and (is_first or self._taken[source] + rows <= most)
+
+    def may_begin(self, source: str, rows: int) -> bool:
+        """Return True if a sequence of a source may begin with so many rows."""
+        num_steps = self._number - self._began.get(source, self._number - 1)
+        return self.allow(source, rows, min(num_steps, self._rest))
 
     def take(self, source: str, rows: int) -> None:
         """Note the rows of a request that takes part in the step."""
         self._taken[source] += rows
         self.left -= rows
 
-    def admit(self, source: str, rows: int) -> None:
+    def begin(self, source: str, rows: int) -> None:
         """Note the rows of a request that begins in the step."""
+        if self._others(source):
+            self._began[source] = self._number
         self._planned[source] += rows
         self._total += rows
         self.take(source, rows)
