@@ -52,15 +52,18 @@ class StepRows:
         self._taken: Counter[str] = Counter()
         oldest = number - 2 * self._rest
         self._began = {x: began for x, began in self._began.items() if began >= oldest}
+        self._since = {x: number - began for x, began in self._began.items()}
+        """Steps since then."""
 
     def _others(self, source: str) -> int:
         return self._total - self._planned[source]
 
     def resting(self) -> set[str]:
         """Sources of which no sequence may begin."""
-        since = self._number - self._rest
         return {
-            x for x, began in self._began.items() if began > since and self._others(x)
+            source
+            for source, num_steps in self._since.items()
+            if num_steps < self._rest and self._others(source)
         }
 
     def allow(self, source: str, rows: int, num_steps: int = 1) -> bool:
@@ -75,8 +78,7 @@ class StepRows:
 
     def may_begin(self, source: str, rows: int) -> bool:
         """Return True if a sequence of a source may begin with so many rows."""
-        num_steps = self._number - self._began.get(source, self._number - 1)
-        return self.allow(source, rows, min(num_steps, self._rest))
+        return self.allow(source, rows, min(self._since.get(source, 1), self._rest))
 
     def take(self, source: str, rows: int) -> None:
         """Note the rows of a request that takes part in the step."""

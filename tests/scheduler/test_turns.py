@@ -2,6 +2,8 @@
 requests of others.
 """
 
+from vllm.v1.request import RequestStatus
+
 from dllm_engine.request_options.sampling_params import SOURCE
 from dllm_engine.scheduler.step_rows import StepRows
 from tests.scheduler.test_diffusion_scheduler import (
@@ -106,20 +108,64 @@ def test_a_request_runs_in_every_step_beside_a_source_that_fills_them():
     assert_empty(scheduler)
 
 
+def rows_with(planned, max_rows):
+    rows = StepRows(max_rows, steps_per_dispatch=4)
+    rows.begin_step(0, planned)
+    return rows
+
+
 def test_rows_of_a_step():
-    rows = StepRows([("a", 100), ("a", 100), ("b", 30), ("c", 150)], 1600)
+    rows = rows_with([("a", 100), ("a", 100), ("b", 30), ("c", 150)], 1600)
     assert rows.allow("a", 1000)  # its first
     rows.take("a", 100)
     assert rows.allow("a", 80)
     assert not rows.allow("a", 81)  # more than the others together
-    rows.admit("d", 50)
+    rows.begin("d", 50)
     assert rows.allow("a", 130)
     rows.take("c", 150)
     assert rows.allow("c", 100)
-    alone = StepRows([("a", 100)] * 5, 1600)
+    alone = rows_with([("a", 100)] * 5, 1600)
     alone.take("a", 100)
     assert alone.allow("a", 1500)
-    small = StepRows([("a", 50), ("a", 50), ("b", 1)], 6400)
+    small = rows_with([("a", 50), ("a", 50), ("b", 1)], 6400)
     small.take("a", 50)
     assert small.allow("a", 50)  # the least share of a step
     assert not small.allow("a", 51)
+
+
+def test_a_source_that_begins_beside_others_rests_for_a_dispatch():
+    """Then as many of its sequences begin as could have begun in each step. What others
+    run meanwhile needs no scheduler.
+    """
+    long = {"gen_length": 80, "steps": 80, "block_length": 80}
+    scheduler, runner = scheduler_with(
+        request("plain", **long), max_num_seqs=100, max_num_batched_tokens=2000
+    )
+    step(scheduler, runner)
+    short = {"steps": 1, "block_length": 8}
+    for number in range(60):
+        scheduler.add_request(sequence(f"a{number}", "a", **short))
+    ran, num_steps = [], []
+    for _ in range(10):
+        output, _ = step(scheduler, runner)
+        assert "plain" in output.plans
+        ran.append(len(output.plans) - 1)
+        num_steps.append(output.num_steps)
+    # A canvas of "plain" has 90 rows, one of "a" 18.
+    assert ran == [5, 0, 0, 0, 0, 0, 0, 0, 40, 0]
+    assert num_steps[1:8] == [8] * 7
+    scheduler.finish_requests("plain", RequestStatus.FINISHED_ABORTED)
+    assert len(step(scheduler, runner)[0].plans) == 15  # alone again
+    assert_empty(scheduler)
+
+
+def test_a_request_of_another_source_does_not_rest():
+    scheduler, runner = scheduler_with("plain", max_num_seqs=10)
+    for number in range(3):
+        scheduler.add_request(sequence(f"a{number}", "a"))
+        scheduler.add_request(sequence(f"b{number}", "b"))
+    step(scheduler, runner)
+    scheduler.add_request(sequence("c", "c"))
+    assert "c" in step(scheduler, runner)[0].plans
+    run(scheduler, runner)
+    assert_empty(scheduler)
