@@ -117,6 +117,29 @@ def test_beside_other_requests_and_alone(engines, tiny_llada, method):
         assert completion.diffusion.pages_held == 0
 
 
+@pytest.mark.parametrize(("method", "together"), [("none", 2), ("dual", 1)])
+def test_passes_beside_another_request(
+    engines, tiny_llada, monkeypatch, method, together
+):
+    """One pass for both, if that of the cache method computes whole canvases too."""
+    llm = engines(tiny_llada, cache_method=method)
+    ((decision, _, _),), prompts = drawn("passes", 1)
+    params = [
+        DiffusionParams(gen_length=8, steps=8, block_length=8),
+        DiffusionParams(**decision_params(decision)),
+    ]
+    runner, sizes = runner_of(llm), []
+    run_batch = runner._run_batch
+
+    def noted(plans, *args):
+        sizes.append(len(plans))
+        return run_batch(plans, *args)
+
+    monkeypatch.setattr(runner, "_run_batch", noted)
+    generate(llm, prompts * 2, params)
+    assert max(sizes) == together
+
+
 @pytest.mark.parametrize("family", ["sdar", "llada2"])
 def test_a_shared_prompt_is_computed_once(engines, request, family):
     llm = engines(request.getfixturevalue(f"tiny_{family}"), cache_method="block")
