@@ -83,7 +83,7 @@ class EngineOptions(BaseModel):
     """
     steps_per_dispatch: Positive = 8
     """Denoising steps that workers run before they return to the scheduler, while no
-    request waits and no block is complete."""
+    request may begin and no block is complete."""
     guide_model: str | None = None
     """Folder or Hugging Face name of an autoregressive model (Qwen2 or Llama) that
     checks drafts (Guided Diffusion); ``"demo"`` for the demo model's. Requests are then

@@ -131,18 +131,19 @@ def read_input(given: Any) -> list[Message]:
     messages, calls = [], set()
     for i, each in enumerate(given):
         item = _object(each, ["input", i])
-        kind = item.get("type", "message")
+        kind = str(item.get("type", "message"))
         if kind == "message":
             messages.append(_message(item, ["input", i]))
         elif kind in _CALLS:
-            calls.add((kind, item.get("call_id")))
             messages.append(_tool_call(item, kind, ["input", i]))
+            calls.add((kind, item["call_id"]))
         elif kind in _OUTPUTS:
-            if (_OUTPUTS[kind], item.get("call_id")) not in calls:
+            call_id = _optional_text(item, "call_id", ["input", i])
+            if (_OUTPUTS[kind], call_id) not in calls:
                 raise QuestionError(
                     ["input", i, "call_id"],
-                    f"No {_OUTPUTS[kind]} with call_id {item.get('call_id')!r} stands "
-                    f"before this output.",
+                    f"No {_OUTPUTS[kind]} with call_id {call_id!r} stands before this "
+                    f"output.",
                 )
             output = item.get("output")
             text = _content(output, _OUTPUT_PARTS, ["input", i, "output"])
@@ -157,7 +158,7 @@ def read_input(given: Any) -> list[Message]:
 
 
 def _message(item: dict[str, Any], place: list[str | int]) -> Message:
-    role = item.get("role")
+    role = str(item.get("role"))
     if role not in _PARTS:
         raise QuestionError(
             [*place, "role"], f"Expected one of {', '.join(map(repr, _PARTS))}."

@@ -105,6 +105,15 @@ CHOICE = {"type": "choice", "instructions": "", "choices": [{"value": "a"}]}
             {"input": [{"type": "function_call_output", "call_id": "1"}]},
             "input[0].call_id",
         ),
+        *(
+            ({"input": [{"type": "function_call", "call_id": [], **item}]}, path)
+            for item, path in (
+                ({}, "input[0].call_id"),
+                ({"type": "custom_tool_call_output"}, "input[0].call_id"),
+                ({"type": []}, "input[0].type"),
+                ({"type": "message", "role": {}}, "input[0].role"),
+            )
+        ),
         ({"input": None}, "input"),
         ({"temperature": 1}, "temperature"),
         ({"safety_identifier": "x" * 129}, "safety_identifier"),
