@@ -131,9 +131,9 @@ def test_passes_beside_another_request(
     runner, sizes = runner_of(llm), []
     run_batch = runner._run_batch
 
-    def noted(plans, *args):
+    def noted(layout, plans, *args):
         sizes.append(len(plans))
-        return run_batch(plans, *args)
+        return run_batch(layout, plans, *args)
 
     monkeypatch.setattr(runner, "_run_batch", noted)
     generate(llm, prompts * 2, params)
