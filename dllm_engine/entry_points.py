@@ -62,7 +62,7 @@ class EntryPointGroup(Mapping[str, Member], Generic[Member]):
         """
         function = self._import(name, target)
         if not callable(function):
-            raise self.error(name, f"{target!r} is no function or class")
+            raise self.error(name, f"{target!r} is not a function or class")
         return function
 
     def error(self, name: str, fault: str) -> PluginError:
@@ -117,7 +117,7 @@ class EntryPointGroup(Mapping[str, Member], Generic[Member]):
         if not isinstance(member, self._kind):
             raise self.error(
                 name,
-                f"{entry.value!r} names {member!r}, which is no instance of "
+                f"{entry.value!r} names {member!r}, which is not an instance of "
                 f"{self._kind.__name__}",
             )
         return member

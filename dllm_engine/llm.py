@@ -65,10 +65,10 @@ _DEFAULTS = EngineOptions()
 class LLM(vllm.LLM):
     """``vllm.LLM`` for diffusion language models; every argument of it still works.
 
-    It logs warnings and errors alone, unless ``VLLM_LOGGING_LEVEL`` or ``log_level``
-    says otherwise. ``model`` may be ``"demo"`` or ``"demo-blocks"`` too. Its other
-    keywords are engine options; docs/reference.md has their values. Raises
-    ``ValueError`` for options that do not suit each other, the model or the machine.
+    It logs only warnings and errors, unless ``VLLM_LOGGING_LEVEL`` or ``log_level`` is
+    set. ``model`` may also be ``"demo"`` or ``"demo-blocks"``. The new keywords are
+    engine options; docs/reference.md has their values. Raises ``ValueError`` for
+    options that do not suit each other, the model or the machine.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class LLM(vllm.LLM):
         if OPTIONS_KEY in additional:
             raise ValueError(
                 f"additional_config[{OPTIONS_KEY!r}]={additional[OPTIONS_KEY]!r}: LLM "
-                f"takes engine options as arguments of its own; give them so"
+                f"takes engine options as keyword arguments; pass them as such"
             )
         arguments: dict[str, Any] = {
             "model": model_path(model),
@@ -139,14 +139,14 @@ class LLM(vllm.LLM):
                 super().__init__(
                     **arguments, additional_config=additional | {OPTIONS_KEY: options}
                 )
-            # Of vLLM's config classes, which wrap what is raised inside them.
+            # vLLM's config classes wrap errors that are raised inside them.
             except ValidationError as error:
                 raise ValueError(explain(error, "argument")) from None
         atexit.register(_shut_down, weakref.ref(self.llm_engine.engine_core))
         defaults = self.model_config.hf_config.family.template_defaults
         settings = _template_settings(defaults)
         template = getattr(self._tokenizer, "chat_template", None)
-        # Engines of one process share a tokenizer.
+        # Engines of a process share a tokenizer, which may have the settings already.
         if isinstance(template, str) and not template.startswith(settings):
             self._tokenizer.chat_template = settings + template
 
@@ -158,13 +158,13 @@ class LLM(vllm.LLM):
         *,
         sizes: Sequence[int] = (),
     ) -> list[vllm.RequestOutput]:
-        """Write what belongs between two texts, or between equally many of each;
-        returns as ``fill_in``.
+        """Fill in the text between a prefix and a suffix, or between several pairs of
+        them. Returns the same as ``fill_in``.
 
         Args:
-            params: ``gen_length`` is the number of tokens between them. Unset: as many
-                as belong there, at most 64. With ``n`` the best ``n`` numbers are
-                tried, a response of each.
+            params: ``gen_length`` is the number of tokens in between. Unset: it is
+                chosen, at most 64. With ``n``, the best ``n`` numbers are tried, one
+                response each.
             sizes: numbers of tokens to choose from.
         """
         params = _diffusion_params(params)
@@ -191,18 +191,18 @@ class LLM(vllm.LLM):
         templates: Sequence[Sequence[Piece]],
         params: DiffusionParams | None = None,
     ) -> list[vllm.RequestOutput]:
-        """Fill in the holes of templates, which follow prompts.
+        """Fill in the holes of templates. A template follows its prompt.
 
         Args:
             prompts: each as for ``generate``, or messages as for ``chat``.
-            templates: one per prompt, of texts, and of holes by their number of tokens,
-                or several to choose from, or None for as many as belong there.
-            params: of all prompts, without ``gen_length``.
+            templates: one per prompt: a list of texts and holes. A hole is its number
+                of tokens, several numbers to choose from, or None to choose any number.
+            params: parameters for all prompts, without ``gen_length``.
 
         Returns:
-            One per prompt. ``outputs[i].text`` and ``token_ids`` are what was filled
-            in, ``outputs[i].holes`` its text by hole, and ``outputs[i].joined`` the
-            whole template.
+            One output per prompt. ``outputs[i].text`` and ``token_ids`` contain what
+            was filled in, ``outputs[i].holes`` the text of each hole, and
+            ``outputs[i].joined`` the whole template.
 
         Raises:
             ValueError: a template without a hole, a special token in a text, and what
@@ -229,7 +229,7 @@ class LLM(vllm.LLM):
         requests = []
         for number, rank, lengths in tried:
             request = params.clone()
-            if len(ranked[number]) == 1:  # the responses differ by their lengths
+            if len(ranked[number]) == 1:  # responses differ by their lengths
                 request.n = 1
             template = opened[number].template.filled(lengths)
             request.response_template = template
@@ -277,8 +277,9 @@ class LLM(vllm.LLM):
     def _opened(
         self, prompts: Sequence[Any], templates: Sequence[Template], params: Any
     ) -> list[Opened]:
-        """Templates whose hole takes in parts of words beside it, with the tokens of
-        their prompts, if a length is open. A chat ends with no part of a word.
+        """Templates with the tokens of their prompts. If a length is open, the hole
+        takes in parts of words beside it. The prompt of a chat never ends with a part
+        of a word.
         """
         if not any(template.open_holes for template in templates):
             return [Opened([], template) for template in templates]
@@ -296,8 +297,8 @@ class LLM(vllm.LLM):
     def _ranked_lengths(
         self, opened: Sequence[Opened], count: int
     ) -> list[list[list[int]]]:
-        """By prompt and open hole of its template, at least ``count`` lengths, the best
-        first.
+        """At least ``count`` lengths, the best first, for each open hole of each
+        prompt's template.
         """
         limit = self.model_config.max_model_len
         mask = self.model_config.hf_config.mask_token_id
@@ -314,9 +315,7 @@ class LLM(vllm.LLM):
     def _filled(
         self, prompts: list[Any], requests: list[DiffusionParams]
     ) -> list[vllm.RequestOutput]:
-        """Responses to prompts, by the template of each; empty where it has no hole
-        left.
-        """
+        """Responses to prompts with templates; empty if a template has no hole left."""
         has_hole = [None in (each.response_template or ()) for each in requests]
         answered = iter(
             self._answered(
@@ -355,21 +354,21 @@ class LLM(vllm.LLM):
         passes: int = 1,
         top_k: int = TOP_K,
     ) -> list[DecisionOutput] | list[list[Answer]]:
-        """Decide typed fields of each prompt together, or answer questions about it,
-        with the probabilities that the model gives their values.
+        """Decide typed fields of each prompt, or answer questions about it, with the
+        model's probabilities of the values.
 
         Args:
-            prompts: a text, or several prompts, each as for ``generate``, or messages
-                as for ``chat``.
+            prompts: one text, or several prompts as for ``generate``, or messages as
+                for ``chat``.
             fields: by name ``bool``, a ``range``, a list of choices, a compiled regular
                 expression that the whole value matches, or a JSON schema of one; or a
                 JSON schema of an object with all of them. Or ``Questions``, which
                 need none of the arguments below; their answers are a list per prompt.
             template: the response, with ``{name}`` for each field; unset: a JSON object
                 with all of them.
-            passes: the most forward passes. Each but the last commits the fields that
-                it is surest of, and the others are predicted again.
-            top_k: values that are reported of a field with a pattern.
+            passes: the most forward passes. Each pass but the last commits the surest
+                fields, and the others are predicted again.
+            top_k: number of values that are reported for a field with a pattern.
 
         Raises:
             ValueError: a field that a decision cannot have, by name, and what
@@ -393,13 +392,13 @@ class LLM(vllm.LLM):
 
     @property
     def asking(self) -> Asking:
-        """The way that questions are asked."""
+        """The way in which questions are asked."""
         config = self.llm_engine.vllm_config
         options = EngineOptions.from_vllm_config(config)
         return Asking(options, config.model_config.model, self.get_tokenizer())
 
     def ask_rows(self, rows: list[Row]) -> list[vllm.RequestOutput]:
-        """Outputs of the rows of questions."""
+        """Answer the rows of questions."""
         if not rows:
             return []
         prompts: list[Any] = [row.messages for row in rows]
@@ -408,7 +407,9 @@ class LLM(vllm.LLM):
         return self._answered(prompts, [row.params for row in rows])
 
     def _answered(self, prompts: list[Any], params: Any) -> list[vllm.RequestOutput]:
-        """Responses to prompts, or to messages, by parameters of all or of each."""
+        """Responses to prompts or messages. ``params``: for all of them, or one for
+        each.
+        """
         return (self.chat if _are_chats(prompts) else self.generate)(
             prompts, params, use_tqdm=False
         )
@@ -422,12 +423,12 @@ class LLM(vllm.LLM):
         return bool(getattr(self.get_tokenizer(), "chat_template", None))
 
     def masked_logprobs(self, canvases: Iterable[Canvas]) -> Iterator[list[float]]:
-        """Log-probabilities of masked tokens of each canvas, given all its other tokens
-        and without a cache.
+        """Log-probabilities of the masked tokens of each canvas, given all of its other
+        tokens, without a cache.
 
         Args:
-            canvases: tokens of each canvas, and the positions to mask. They are read as
-                needed, as many as fit into one forward pass
+            canvases: tokens of each canvas, and the positions to mask. They are read
+                lazily, as many as fit into one forward pass
                 (``max_num_batched_tokens``).
 
         Raises:
@@ -463,7 +464,7 @@ class LLM(vllm.LLM):
     def _run_completion(
         self, prompts: Any, params: Any, *args: Any, use_tqdm: Any = True, **kwargs: Any
     ) -> Any:
-        """Without a progress bar for a single prompt."""
+        """Run without a progress bar for a single prompt."""
         several = not isinstance(prompts, str | Mapping) and len(prompts) > 1
         return super()._run_completion(
             prompts, params, *args, use_tqdm=several and use_tqdm, **kwargs
@@ -477,15 +478,15 @@ class LLM(vllm.LLM):
         use_tqdm: Any = True,
         **kwargs: Any,
     ) -> Any:
-        """Without a progress bar for a single conversation."""
+        """Run without a progress bar for a single conversation."""
         several = len(messages) > 1 and isinstance(messages[0], list)
         return super()._run_chat(
             messages, params, *args, use_tqdm=several and use_tqdm, **kwargs
         )
 
     def get_default_sampling_params(self) -> vllm.SamplingParams:
-        """The model's. A default length stays open, so that admission takes it or what
-        fits.
+        """The model's default parameters, without a default length, so that admission
+        chooses it or what fits.
         """
         params = super().get_default_sampling_params().clone()
         if self.model_config.dllm_response_limit is None:
@@ -494,9 +495,10 @@ class LLM(vllm.LLM):
 
 
 def _shut_down(client: Callable[[], Any]) -> None:
-    """End an engine with the program that made it. Otherwise Python ends its process
-    first, and vLLM warns that it exited unexpectedly. Then the program ends without a
-    search for garbage in all that vLLM has imported, which takes seconds.
+    """Shut an engine down before the program ends. Otherwise Python ends the engine's
+    process first, and vLLM warns that it exited unexpectedly. Afterwards the program
+    skips Python's garbage collection of everything that vLLM has imported, which takes
+    seconds.
     """
     if core := client():
         core.shutdown()
@@ -521,8 +523,8 @@ def _are_chats(prompts: Sequence[Any]) -> bool:
 
 
 def _with_tokens(prompt: Any, tokens: list[int]) -> Any:
-    """A prompt whose tokens are known, so that it is not tokenized again. None are
-    known of a chat's.
+    """A prompt with its tokens, so that it is not tokenized again. The tokens of a chat
+    are not known.
     """
     if isinstance(prompt, list) or not tokens:
         return prompt
@@ -536,9 +538,7 @@ LLM.__doc__ = with_meanings(LLM.__doc__, "Engine options", EngineOptions, _OPTIO
 
 
 def _template_settings(defaults: Mapping[str, Any]) -> str:
-    """The beginning of a chat template that sets arguments where a caller leaves them
-    open.
-    """
+    """Beginning of a chat template that sets arguments that the caller leaves out."""
     return "".join(
         f"{{%- if {name} is not defined %}}{{%- set {name} = {json.dumps(value)} %}}"
         "{%- endif %}"

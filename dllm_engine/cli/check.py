@@ -65,8 +65,8 @@ def run(args: argparse.Namespace) -> int:
     )
     if device == "cpu":
         print(
-            "There is no CUDA device: the kernels are the CPU's, and those of a GPU do "
-            "not run.\n"
+            "There is no CUDA device: the CPU's kernels are checked, not those of a "
+            "GPU.\n"
         )
     chosen: list[checks.Check] = []
     if args.only in (None, "kernels"):

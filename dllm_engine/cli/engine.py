@@ -60,7 +60,7 @@ def json_object(text: str) -> dict[str, Any]:
         )
     except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no JSON object and no file of one: {error}"
+            f"{text!r} is neither a JSON object nor a file with one: {error}"
         ) from None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(

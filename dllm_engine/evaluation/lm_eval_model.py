@@ -111,7 +111,7 @@ class DiffusionLM(TemplateLM):
         self.tokenizer = self.llm.get_tokenizer()
         if settings.add_bos_token and self.tokenizer.bos_token_id is None:
             raise ValueError(
-                "add_bos_token=True needs a BOS token, which the tokenizer has not; "
+                "add_bos_token=True needs a BOS token, which the tokenizer lacks; "
                 "leave it out"
             )
 

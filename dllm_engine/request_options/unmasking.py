@@ -137,7 +137,7 @@ def _rule_fields() -> dict[str, Any]:
             TypeAdapter(annotation)
         except Exception as error:
             raise PARALLEL_RULES.error(
-                name, f"option={rule.option!r} is no type with limits: {error}"
+                name, f"option={rule.option!r} is not a type with limits: {error}"
             ) from error
         if not rule.meaning:
             raise PARALLEL_RULES.error(name, "the option needs a meaning")
@@ -279,9 +279,9 @@ def check_taking_back(spec: DecodingSpec, engine: EngineOptions) -> None:
             )
     if policy.takes_back and engine.method.pages is not None:
         raise refused(
-            f"unmasking={policy.name!r} takes decided tokens back, of which "
-            f"cache_method={engine.cache_method!r} keeps what it computed; choose "
-            f"another policy, or start the engine with cache_method='none'"
+            f"unmasking={policy.name!r} takes decided tokens back, but "
+            f"cache_method={engine.cache_method!r} keeps what it computed for them; "
+            f"choose another policy, or start the engine with cache_method='none'"
         )
 
 

@@ -126,9 +126,9 @@ def build(wanted: BuildInput) -> Automaton:
     transitions = np.count_nonzero(automaton.next_state >= 0)
     if transitions > (most := wanted.max_search // LEAST_POSITIONS):
         raise ValueError(
-            f"its automaton has {transitions} transitions, of which "
+            f"its automaton has {transitions} transitions, but "
             f"max_automaton_search={wanted.max_search} allows {most}; simplify it, "
-            f"such as by shorter repetitions, or raise max_automaton_search"
+            f"for example by shorter repetitions, or raise max_automaton_search"
         )
     return automaton
 

@@ -106,9 +106,7 @@ class _Reader:
         if schema is True and within is None:
             return self.style.anything()
         if not isinstance(schema, dict):
-            raise ValueError(
-                f"{path}: {schema!r} is no schema that any value is valid by"
-            )
+            raise ValueError(f"{path}: {schema!r} is a schema that no value satisfies")
         keywords = schema.keys() - _ANNOTATIONS - ({"$id"} if path == "#" else set())
         if (
             unknown := keywords

@@ -92,7 +92,7 @@ def schema_text(schema: Any, name: str) -> str:
         )
         text.encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"{name}: the schema is no JSON: {error}") from None
+        raise InvalidRequestError(f"{name}: the schema is not JSON: {error}") from None
     return text
 
 
@@ -389,7 +389,7 @@ def vocabulary_of(tokenizer: TokenizerLike | None, vocab_size: int) -> Vocabular
         )
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
-        raise _refused("it is none of Hugging Face's fast tokenizers")
+        raise _refused("it is not one of Hugging Face's fast tokenizers")
     # Imported here, because it is slow, and only structured output needs it.
     from xgrammar import (
         TokenizerInfo,

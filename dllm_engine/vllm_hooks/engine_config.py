@@ -389,8 +389,8 @@ def _tell_of_released_defaults(
     for name, others in family.released_defaults.items():
         if not others.keys() <= defaults.keys():
             logger.info_once(
-                "%s: requests to %s get %s by default, which this model's name does "
-                "not say it is; if it is one, set them in request_defaults",
+                "%s: requests to %s get %s by default; this model's name does not say "
+                "that it is one; if it is, set them in request_defaults",
                 model,
                 name,
                 assignments(dict(others)),
@@ -417,7 +417,7 @@ def _tell_of_guessed_settings(
     if guessed and not by_name:
         text = (
             "cache_method=%r: the papers' settings depend on the model, and the name "
-            "of %s holds none of %s; taking those of %s: %s. Set them in cache_options "
+            "of %s contains none of %s; using those of %s: %s. Set them in cache_options "
             "if others suit the model better"
         )
         parts = [repr(x) for x in options.method.options.paper_settings[family.name]]

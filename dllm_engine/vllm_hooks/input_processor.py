@@ -104,7 +104,7 @@ def _check_can_be_sent(request: EngineCoreRequest) -> None:
     except (ValueError, OverflowError, TypeError) as error:
         raise InvalidRequestError(
             f"the request cannot be sent to the engine: {error}; text must be valid "
-            f"Unicode, an integer have at most 64 bits"
+            f"Unicode, and integers must have at most 64 bits"
         ) from None
 
 

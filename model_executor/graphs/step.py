@@ -203,8 +203,8 @@ class StepGraphs:
             )
             if not error <= max_error:
                 return (
-                    f"{num_requests} requests of {num_rows} rows are off by "
-                    f"{error:.1e} when they are replayed"
+                    f"a replayed pass of {num_requests} requests with {num_rows} rows "
+                    f"differs by {error:.1e} from a launched one"
                 )
         for size, filling in self.fillings.graphs.items():
             filling.fill_up()
@@ -212,8 +212,8 @@ class StepGraphs:
             filling.fill_up()
             if not torch.equal(filling.replay()[0], expected):
                 return (
-                    f"{size.num_candidates} candidates are filled otherwise when that "
-                    f"is replayed"
+                    f"replayed filling of {size.num_candidates} candidates differs "
+                    f"from launched filling"
                 )
         return None
 

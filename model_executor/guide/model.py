@@ -165,9 +165,9 @@ class Guide:
         )
         if judged and judged[-1] > room:
             logger.warning_once(
-                "guide_tokens_per_token=%s: a text takes more tokens of the guide than "
-                "that reserves pages for; drafts beyond are unmasked unchecked, one a "
-                "step. Start the engine with a larger one.",
+                "guide_tokens_per_token=%s: a text has more tokens of the guide than "
+                "pages are reserved for; later drafts are unmasked unchecked, one per "
+                "step. Start the engine with a larger value.",
                 self.shape.tokens_per_token,
             )
         draft.judged = [t for t in judged if t <= room]

@@ -249,7 +249,7 @@ def _weight_files(folder: Path) -> list[Path]:
     for name in places.values():
         if not isinstance(name, str) or Path(name).name != name:
             raise ValueError(
-                f"{index}: weight_map names {shortened(name)}, which is no file of "
+                f"{index}: weight_map names {shortened(name)}, which is not a file of "
                 f"this folder"
             )
     named = {folder / name for name in places.values()}
@@ -282,4 +282,4 @@ def _check_regular(path: Path) -> None:
     for its writer.
     """
     if os.path.lexists(path) and not path.is_file():
-        raise ValueError(f"{path} is no regular file, nor a link to one")
+        raise ValueError(f"{path} is not a regular file, nor a link to one")

@@ -78,7 +78,7 @@ class LoraAdapter:
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise ValueError(
-                f"{option}={folder!r} is no folder; download the adapter and name its "
+                f"{option}={folder!r} is not a folder; download the adapter and name its "
                 f"folder"
             )
         for name in (ADAPTER_CONFIG, WEIGHTS):
@@ -224,7 +224,7 @@ class DraftAdapter(LoraAdapter):
         for name in self.layers.keys() ^ self.scales.keys():
             raise ValueError(
                 f"{self.folder / WEIGHTS} must change {released} of every layer, and "
-                f"nothing else; {shortened(name)} is amiss"
+                f"nothing else; {shortened(name)} is missing or extra"
             )
 
     def rank(self, layer: int) -> int:

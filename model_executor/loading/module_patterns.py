@@ -77,7 +77,7 @@ class _Pattern:
         except TooManyStatesError:
             raise ValueError("matches too many names; simplify it") from None
         except (OverflowError, RecursionError, ValueError, re.error):
-            raise ValueError("is no regular expression that is supported") from None
+            raise ValueError("is not a supported regular expression") from None
 
     def matches(self, module: str) -> bool:
         state = 0

@@ -78,7 +78,7 @@ def test_an_answer_matches_what_was_asked_for(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--json-schema", "none.json"], "no JSON object and no file of one"),
+        (["--json-schema", "none.json"], "neither a JSON object nor a file with one"),
         (["--json-schema", "list.json"], "holds a list, not an object"),
         ("--regex a --choice a,b".split(), "not allowed with argument"),
     ],

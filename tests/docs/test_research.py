@@ -181,7 +181,7 @@ START = "from dllm_engine.decoding.unmasking_policies import UnmaskingRule\n"
     ("group", "source", "message"),
     [
         ("unmasking_rules", "UnmaskingRule('noise', 'm:f', float)", "needs a meaning"),
-        ("unmasking_rules", "UnmaskingRule('noise', 'm:f', 'x', 'y')", "is no type"),
+        ("unmasking_rules", "UnmaskingRule('noise', 'm:f', 'x', 'y')", "is not a type"),
         (
             "unmasking_rules",
             "UnmaskingRule('probabilty', 'm:f', float, 'A share.')",

@@ -26,8 +26,8 @@ def line(name, body=CHAT, url=CHATS):
 
 
 ODD = {
-    "no JSON": ("{", "", "it is no JSON"),
-    "nested": ("[" * 100000, "", "it is no JSON"),
+    "no JSON": ("{", "", "it is not JSON"),
+    "nested": ("[" * 100000, "", "it is not JSON"),
     "no object": ("[1]", "", "dictionary"),
     "another route": (line("a", {"prompt": "x"}, "/v1/completions"), "a", CHATS),
     "a decision": (line("a", {"fields": {}}, "/v1/decisions"), "a", CHATS),

@@ -145,7 +145,7 @@ REFUSED = [
         {"slow_fast": {"span_step": 3}},
         "unknown slow_fast option 'span_step'=3; did you mean 'span_steps'?",
     ),
-    ({"slow_fast": "{"}, "slow_fast='{': it is no JSON"),
+    ({"slow_fast": "{"}, "slow_fast='{': it is not JSON"),
     ({"n": 2}, "n=2 needs a temperature above 0"),
     ({"stream_granularity": "word"}, "'block' or 'step'"),
     ({"extra_args": {"steps": 0}}, "steps=0"),

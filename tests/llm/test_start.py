@@ -40,7 +40,7 @@ LLAMA = str(DEMO_GUIDE_DIR)
         ),
         (
             {"additional_config": {"dllm": {"trace": True}}},
-            "LLM takes engine options as arguments of its own",
+            "LLM takes engine options as keyword arguments",
         ),
         ({"model": "/no/such/folder"}, "model folder /no/such/folder does not exist"),
         (
@@ -58,7 +58,7 @@ LLAMA = str(DEMO_GUIDE_DIR)
         ),
         (
             {"lora_path": "/nowhere"},
-            "lora_path='/nowhere' is no folder; download the adapter and name its "
+            "lora_path='/nowhere' is not a folder; download the adapter and name its "
             "folder",
         ),
     ],

@@ -112,7 +112,7 @@ def test_an_engine_starts_with_the_papers_settings(
     settings = {"page_size": 8, "max_model_len": 95, "cache_method": "dllm_cache"}
     llm = engines(reference_checkpoints / model, **settings)
     (line,) = told
-    assert f"{model} holds none of " in line
+    assert f"{model} contains none of " in line
     assert (
         f"those of 'instruct': prompt_refresh_interval=50, "
         f"response_refresh_interval={expected[1]}. Set" in line

@@ -170,11 +170,17 @@ def test_weights_that_come_in_parts_need_not_hold_all(tiny_llada, tmp_path):
         ({"alpha_pattern": {".*": "3"}}, "alpha_pattern..*='3'"),
         ({"alpha_pattern": {".*": None}}, "alpha_pattern..*=None"),
         ({"alpha_pattern": {"(.*a.{20})": 3}}, "['(.*a.{20})'] matches too many"),
-        ({"alpha_pattern": {"(": 3}}, "alpha_pattern['('] is no regular expression"),
-        ({"alpha_pattern": {")(": 3}}, "alpha_pattern[')('] is no regular expression"),
+        (
+            {"alpha_pattern": {"(": 3}},
+            "alpha_pattern['('] is not a supported regular expression",
+        ),
+        (
+            {"alpha_pattern": {")(": 3}},
+            "alpha_pattern[')('] is not a supported regular expression",
+        ),
         (
             {"alpha_pattern": {"(?i)x": 3}},
-            "alpha_pattern['(?i)x'] is no regular expression",
+            "alpha_pattern['(?i)x'] is not a supported regular expression",
         ),
         ({"use_rslora": "yes"}, "use_rslora='yes': Input should be a valid boolean"),
         ({"peft_type": "LOHA"}, "peft_type='LOHA' is not supported, only 'LORA'"),

@@ -139,11 +139,11 @@ class Failing(FakeGraphs):
         ),
         (
             Forgetful("forward"),
-            r"\d+ requests of \d+ rows are off by .* when they are replayed",
+            r"a replayed pass of \d+ requests with \d+ rows differs by ",
         ),
         (
             Forgetful("filling"),
-            r"\d+ candidates are filled otherwise when that is replayed",
+            r"replayed filling of \d+ candidates differs from launched filling",
         ),
     ],
     ids=["fails", "forward", "filling"],

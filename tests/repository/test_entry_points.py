@@ -90,7 +90,7 @@ def test_metadata_that_are_older_than_the_code_are_told(folder, monkeypatch):
 def test_a_function_that_a_declaration_names_may_be_absent():
     with pytest.raises(PluginError, match="'nowhere:rule' cannot be imported"):
         PARALLEL_RULES.function("threshold", "nowhere:rule")
-    with pytest.raises(PluginError, match="'math:pi' is no function or class"):
+    with pytest.raises(PluginError, match="'math:pi' is not a function or class"):
         PARALLEL_RULES.function("threshold", "math:pi")
     for name, rule in PARALLEL_RULES.items():
         assert isinstance(rule, UnmaskingRule)

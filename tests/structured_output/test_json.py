@@ -250,7 +250,7 @@ def test_references_and_discriminated_objects():
 @pytest.mark.parametrize(
     ("schema", "named"),
     [
-        (False, "#: False is no schema"),
+        (False, "#: False is a schema that no value satisfies"),
         ({"type": "strin"}, "$.type: 'strin' is not valid"),
         (
             {"properties": {"a": {"minLength": None}}},

@@ -276,7 +276,7 @@ def places(where) -> str:
         ("tokenizer.json", "{", "cannot be read"),
         (INDEX, "{", "cannot be read"),
         (INDEX, places([1]), "weight_map=[1] must map tensors to files"),
-        (INDEX, places({"a": "../a"}), "which is no file of this folder"),
+        (INDEX, places({"a": "../a"}), "which is not a file of this folder"),
         (INDEX, places({"a": "gone"}), "'gone', which is not in the folder"),
         (INDEX, places({"a": LONG}), "not in the folder"),
     ],
@@ -292,7 +292,7 @@ def test_a_damaged_file_is_named_in_a_short_sentence(tmp_path, name, text, messa
     [
         (lambda folder: (folder / CONFIG).unlink(), "holds no config.json"),
         (lambda folder: with_keys(folder, model_type=LONG), "is not a supported"),
-        (as_a_pipe, "model.safetensors is no regular file"),
+        (as_a_pipe, "model.safetensors is not a regular file"),
         (
             lambda folder: edit_weights(folder, as_integers),
             "model.safetensors: 'model.transformer.blocks.0.attn_norm.weight' is of "
