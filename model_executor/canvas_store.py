@@ -89,13 +89,11 @@ class Canvas:
             constraint = constraint_of(
                 spec.text.constraint, spec.ends.tokens, spec.text.reasoning
             )
-            template = layout.response_template
-            first_end = spec.ends.earliest
             self.constrained = ConstrainedResponse(
                 constraint,
                 layout.prompt_length,
-                template,
-                first_end,
+                layout.response_template,
+                spec.ends.earliest,
                 spec.text.thinking_budget,
             )
         self.decision: RunningDecision | None = None
@@ -276,6 +274,6 @@ class CanvasStore:
 
     def _place(self, canvas: Canvas) -> None:
         canvas.start = self._end
-        self._end = self._end + canvas.layout.canvas_length
+        self._end += canvas.layout.canvas_length
         canvas.tokens = self.tokens[canvas.start : self._end]
         canvas.masked = self.masked[canvas.start : self._end]

@@ -75,12 +75,9 @@ class Reporter:
                 reports[number][request_id] = result
                 if isinstance(result, RequestFailure):
                     break
-        return reports[
-            : 1
-            + max(
-                (number for number, results in enumerate(reports) if results), default=0
-            )
-        ]
+        while len(reports) > 1 and not reports[-1]:
+            reports.pop()
+        return reports
 
     def _result(
         self, index: int, step: int, plan: StepPlan, rows: np.ndarray

@@ -77,16 +77,16 @@ def steps_known_ahead(
                 for request_id, p in ahead.items()
             }
             for request_id, fewest in behind.items():
-                count, last_plans[request_id] = (
-                    last_plans[request_id].quota.count,
-                    plan(specs[request_id], fewest),
+                most_filled = last_plans[request_id].quota.count
+                last_plans[request_id] = plan(specs[request_id], fewest)
+                least_filled = last_plans[request_id].quota.count
+                is_fixed = most_filled == least_filled
+                fills_all = (
+                    most_filled == ahead[request_id].num_masked
+                    and least_filled == fewest.num_masked
                 )
-                counts = count, last_plans[request_id].quota.count
-                if counts[0] != counts[1] and counts != (
-                    ahead[request_id].num_masked,
-                    fewest.num_masked,
-                ):
-                    return  # neither a fixed number nor all masks that are left
+                if not is_fixed and not fills_all:
+                    return
         except Exception:
             # The step is planned again later, and then only the request with the error
             # fails.

@@ -334,6 +334,37 @@ class _Chunk:
             for rows, response in self.responses
         ]
 
+    def _choose(self, logits: Tensor, classes: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Score and column of each row's token: the best one of the row's class, a
+        drawn one, or the likeliest one.
+        """
+        if classes is not None:
+            parts = [
+                best_of_class(
+                    self.scores[rows],
+                    response.class_of[self.tokens],
+                    classes[self.rows][rows],
+                    self.mask_column,
+                )
+                for rows, response in self.responses
+            ]
+            best, column = (torch.cat(part) for part in zip(*parts, strict=True))
+            return best, column
+        if self.settings.temperature > 0:
+            assert self.counters is not None
+            drawn_from, temperature = self.drawn_from
+            return gumbel_max(
+                drawn_from,
+                self.counters,
+                self.first_token,
+                temperature,
+                self.mask_column,
+            )
+        column, best, *_ = token_statistics(
+            logits, self.mask_column, with_entropy=False, with_margin=False
+        )
+        return best, column
+
     def statistics(
         self,
         wanted: Wanted,
@@ -341,47 +372,24 @@ class _Chunk:
     ) -> TokenStatistics:
         """Predictions of the rows: the best token, or with ``classes`` (of all
         predicted rows) the best token of each row's class."""
-        mask_column = self.mask_column
-        num_logprobs = wanted.num_logprobs
         with_entropy = "entropy" in wanted.measures
         with_margin = "margin" in wanted.measures
-        unchanged = measured = (
-            self.drawn_from[0] if self.settings.tempered else self.logits
-        )
+        logits = self.drawn_from[0] if self.settings.tempered else self.logits
+        measured = logits
         if least_confident := self.settings.least_confident:
             columns = _columns(
-                least_confident,
-                self.first_token,
-                self.logits.shape[1],
-                self.logits.device,
+                least_confident, self.first_token, logits.shape[1], logits.device
             )
-            measured = measured.index_fill(-1, columns, -torch.inf)
+            measured = logits.index_fill(-1, columns, -torch.inf)
         column, token_logit, log_total, negative_entropy, top2 = token_statistics(
-            measured, mask_column, with_entropy=with_entropy, with_margin=with_margin
+            measured,
+            self.mask_column,
+            with_entropy=with_entropy,
+            with_margin=with_margin,
         )
         best = token_logit
-        if classes is not None:
-            parts = [
-                best_of_class(
-                    self.scores[rows],
-                    response.class_of[self.tokens],
-                    classes[self.rows][rows],
-                    mask_column,
-                )
-                for rows, response in self.responses
-            ]
-            best, column = (torch.cat(part) for part in zip(*parts, strict=True))
-        elif self.settings.temperature > 0:
-            assert self.counters is not None
-            drawn_from, temperature = self.drawn_from
-            best, column = gumbel_max(
-                drawn_from, self.counters, self.first_token, temperature, mask_column
-            )
-        elif measured is not unchanged:
-            column, best, *_ = token_statistics(
-                unchanged, mask_column, with_entropy=False, with_margin=False
-            )
-        if best is not token_logit:
+        if classes is not None or self.settings.temperature > 0 or least_confident:
+            best, column = self._choose(logits, classes)
             token_logit = measured.gather(-1, column[:, None])[:, 0].float()
         token = column + self.first_token
         if self.sharded:
@@ -425,12 +433,14 @@ class _Chunk:
                     dim=0
                 )
             )
-        if num_logprobs is not None:
-            known_total = (
-                log_total if measured is self.logits and not self.is_biased else None
-            )
+        if wanted.num_logprobs is not None:
+            is_plain = measured is self.logits and not self.is_biased
             result.logprobs = token_logprobs(
-                self.plain, token, num_logprobs, self.tp_group, known_total
+                self.plain,
+                token,
+                wanted.num_logprobs,
+                self.tp_group,
+                log_total if is_plain else None,
             )
         return result
 

@@ -170,11 +170,9 @@ class EngineStats:
 
 def take_stats(scheduler_stats: SchedulerStats | None) -> dict[str, Any] | None:
     """Remove our counts from vLLM's message and return them; None if there are none."""
-    message = (
-        None
-        if scheduler_stats is None
-        else (scheduler_stats.kv_connector_stats or {}).get(STATS_KEY)
-    )
-    if scheduler_stats is not None and message is not None:
+    if scheduler_stats is None:
+        return None
+    message = (scheduler_stats.kv_connector_stats or {}).get(STATS_KEY)
+    if message is not None:
         scheduler_stats.kv_connector_stats = None
     return message

@@ -272,24 +272,34 @@ def unmask_quota(
         return UnmaskQuota(first_position, 1, 1.0)
     if parallel is not None and PARALLEL_RULES[parallel.kind].may_pass_none:
         quota.guaranteed = window
-    if schedule.tokens_per_step is not None:
-        quota.count = min(schedule.tokens_per_step, num_masked)
-    elif step < steps - 1:
-        scheduled = spec.scheduled_per_block[block]
-        if has_time_grid:
-            quota.count = timestep_count(num_masked, steps, step)
-        elif schedule.kind == "uniform":
-            quota.count = uniform_count(scheduled, steps, step)
-        else:
-            counts = rounded_counts(scheduled, steps)
-            # Policies that draw positions may leave some for later.
-            quota.count = counts[step] if step < len(counts) else num_masked
+    quota.count = _scheduled_count(spec, progress)
     quota.ratio = quota.count / max(num_masked, 1)
     if has_time_grid and not states_count:
         quota.ratio = timestep_ratio(steps, step)
     if schedule.block_steps and parallel is not None:
         quota.least = quota.count
     return quota
+
+
+def _scheduled_count(spec: DecodingSpec, progress: Progress) -> int:
+    """Number of tokens that the schedule unmasks in the next step."""
+    schedule = spec.schedule
+    step = progress.step
+    num_masked = progress.num_masked
+    block = progress.running.first
+    steps = spec.steps_per_block[block]
+    if schedule.tokens_per_step is not None:
+        return min(schedule.tokens_per_step, num_masked)
+    if step >= steps - 1:
+        return num_masked
+    if schedule.kind == "timestep":
+        return timestep_count(num_masked, steps, step)
+    scheduled = spec.scheduled_per_block[block]
+    if schedule.kind == "uniform":
+        return uniform_count(scheduled, steps, step)
+    counts = rounded_counts(scheduled, steps)
+    # Policies that draw positions may leave some for later.
+    return counts[step] if step < len(counts) else num_masked
 
 
 def fast_pass_span(progress: Progress, span: Span) -> Span:

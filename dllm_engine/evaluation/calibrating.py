@@ -98,9 +98,7 @@ def measure(
                 part, plain, rotated, strict=True
             ):
                 if labelled.question.kind == "choice":
-                    rotated_reading = Readings(
-                        *(_rotated_back(each) for each in rotated_reading)
-                    )
+                    rotated_reading = Readings(*map(_rotated_back, rotated_reading))
                 measured.append(Measured(reading, rotated_reading))
             replace_output(path, json.dumps({"digest": digest, "readings": measured}))
             bar.update(len(part))

@@ -78,7 +78,7 @@ class DiffusionStatLogger(AggregateStatLoggerBase):
                 labelnames=["model_name", "engine", *labels],
             )
             for engine_values in self._values_per_engine.values():
-                for value in [[each] for each in spec.values] if spec.label else [[]]:
+                for value in [[each] for each in spec.values] or [[]]:
                     # Create the series, so that it is shown from the start.
                     metric.labels(*engine_values, *value)
 

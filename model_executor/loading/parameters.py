@@ -90,19 +90,11 @@ def fill_parameters(
         if name not in parameters:
             raise TensorError(tensor_name, f"has no place in {model_name}")
         parameter = parameters[name]
-        loader = getattr(parameter, "weight_loader", default_weight_loader)
         if model.experts is not None and isinstance(shard, tuple):
             sizes = model.experts.intermediate_size, model.config.hidden_size
             _check_expert(tensor_name, tensor, str(shard[0]), *sizes)
-        part = (
-            ()
-            if shard is None
-            else (name, *shard)
-            if isinstance(shard, tuple)
-            else (shard,)
-        )
         try:
-            loader(parameter, tensor, *part)
+            _load(parameter, name, shard, tensor)
         except (AssertionError, RuntimeError) as error:
             shape = list(tensor.shape)
             reason = " ".join(str(error).split())
@@ -131,6 +123,17 @@ def fill_parameters(
             f"for {missing[0]}; is a safetensors shard missing?"
         )
     return {name for name, _ in filled}
+
+
+def _load(parameter: Tensor, name: str, shard: Shard, tensor: Tensor) -> None:
+    """Write a tensor to a parameter, or to a shard of it."""
+    loader = getattr(parameter, "weight_loader", default_weight_loader)
+    if shard is None:
+        loader(parameter, tensor)
+    elif isinstance(shard, tuple):
+        loader(parameter, tensor, name, *shard)
+    else:
+        loader(parameter, tensor, shard)
 
 
 def _modules_in_layer(model: FillableModel) -> NamedModules:

@@ -88,7 +88,7 @@ def outcomes_of(
     stop = 0
     for outcome, step_parts in zip(outcomes, filled, strict=True):
         start = stop
-        stop = stop + sum(part.shape[1] for part in step_parts)
+        stop += sum(part.shape[1] for part in step_parts)
         flags = columns[3, start:stop]
         for request, position, token in columns[:3, start:stop][
             :, flags & CHOSEN > 0

@@ -242,11 +242,11 @@ class EarlySkipPass(LayerPass):
         for i, canvas in enumerate(self.batch.canvases):
             if self.skips[i]:
                 positions = predicted[self.batch.rows(i)]
-                states = (
+                table[:, self.batch.rows(i)] = (
+                    canvas.start + positions,
                     canvas.known[positions] < 0,
                     np.isin(positions, canvas.last_unmasked),
                 )
-                table[:, self.batch.rows(i)] = canvas.start + positions, *states
         places, masked, filled = on_device(table, self.batch.device).unbind()
         return places, masked > 0, filled > 0
 
@@ -345,7 +345,6 @@ class EarlySkipPass(LayerPass):
         if run.copy_slots is not None:
             self.pages.write(k, v, run.copy_slots[layer], rows)
         self._copy_retained(run, layer, q)
-        qkv = q, k, v
         return attend_split(layer, self.attended, qkv, run.stage, attend_fresh=False)
 
     def _copy_retained(self, run: LayersRun, layer: int, q: Tensor) -> None:
