@@ -4,6 +4,7 @@ import atexit
 import gc
 import inspect
 import json
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -22,7 +23,7 @@ from dllm_engine.decisions.answering import (
     as_messages,
     plain_text,
 )
-from dllm_engine.decisions.asking import Asking, Row
+from dllm_engine.decisions.asking import Asking, Row, check_files
 from dllm_engine.decisions.questions import Answer
 from dllm_engine.decisions.requests import (
     TOP_K,
@@ -73,7 +74,7 @@ class LLM(vllm.LLM):
 
     def __init__(
         self,
-        model: str,
+        model: str | os.PathLike[str],
         *,
         cache_method: str = _DEFAULTS.cache_method,
         cache_options: dict[str, Any] | Literal["paper"] | None = None,
@@ -117,11 +118,13 @@ class LLM(vllm.LLM):
             raise ValueError(
                 f"unknown argument {name!r}{did_you_mean(name, known_names)}"
             )
-        EngineOptions.parse(options)
+        model = os.fspath(model)
+        engine_options = EngineOptions.parse(options)
         check_device()
         # vLLM loads plugins later, but the check below needs the model's config class.
         register_or_raise()
         check_start(model, kwargs)
+        check_files(engine_options, model_path(model))
         additional = kwargs.pop("additional_config", None) or {}
         if OPTIONS_KEY in additional:
             raise ValueError(
@@ -163,8 +166,8 @@ class LLM(vllm.LLM):
 
         Args:
             params: ``gen_length`` is the number of tokens in between. Unset: it is
-                chosen, at most 64. With ``n``, the best ``n`` numbers are tried, one
-                response each.
+                chosen, at most 64. With ``n`` (and a temperature above 0), the best
+                ``n`` numbers are tried, one response each.
             sizes: numbers of tokens to choose from.
         """
         params = _diffusion_params(params)

@@ -52,15 +52,18 @@ class Template:
         return len(self.filled([0] * self.open_holes))
 
     def budget(self, most: int, prompt_length: int, max_model_len: int) -> int:
-        """Most tokens of each open hole: ``most``, or what fits behind the prompt."""
-        needed = prompt_length + self.known_length
+        """Most tokens of each hole that names no sizes: ``most``, or what fits behind the
+        prompt.
+        """
+        sizes = [max(part) for part in self.parts if isinstance(part, tuple)]
+        needed = prompt_length + self.known_length + sum(sizes)
         if needed > max_model_len:
             raise InvalidRequestError(
-                f"prompt ({prompt_length} tokens) and given texts "
-                f"({self.known_length}) need a canvas of at least {needed}, "
+                f"prompt ({prompt_length} tokens), given texts and holes "
+                f"({needed - prompt_length}) need a canvas of at least {needed}, "
                 f"max_model_len is {max_model_len}; shorten one or raise max_model_len"
             )
-        return min(most, (max_model_len - needed) // self.open_holes)
+        return min(most, (max_model_len - needed) // max(self.parts.count(None), 1))
 
     def choices(self, ranked: Sequence[Sequence[int]], count: int) -> list[list[int]]:
         """Lengths of the open holes, from those of each hole, the best first: the best

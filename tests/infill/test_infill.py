@@ -94,6 +94,7 @@ def test_nothing_may_belong_into_a_hole(demo):
         ({"sizes": [-1]}, "a hole has 0"),
         ({"suffix": "a " * 2000}, "max_model_len"),
         ({"suffix": ""}, "nothing is given behind"),
+        ({"sizes": [2, 100_000]}, "need a canvas of at least 100"),
         ({"suffix": [AFTER, AFTER], "sizes": [2]}, "1 prefixes and 2 suffixes"),
         (
             {"params": SamplingParams(max_tokens=3)},

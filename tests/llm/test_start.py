@@ -42,7 +42,11 @@ LLAMA = str(DEMO_GUIDE_DIR)
             {"additional_config": {"dllm": {"trace": True}}},
             "LLM takes engine options as keyword arguments",
         ),
-        ({"model": "/no/such/folder"}, "model folder /no/such/folder does not exist"),
+        (
+            {"model": Path("/no/such/folder")},
+            "model folder /no/such/folder does not exist",
+        ),
+        ({"decision_calibration": "/nowhere"}, "decision_calibration='/nowhere'"),
         (
             {"guide_model": "/no/such/folder"},
             "guide_model='/no/such/folder' cannot be loaded",

@@ -79,7 +79,7 @@ def start_engine(model: Path | str, **settings: Any) -> LLM:
         "kv_cache_memory_bytes": 16 << 20,
         "gpu_memory_utilization": 0.02,
     }
-    return keep(LLM(str(model), **(defaults | settings)))
+    return keep(LLM(model, **(defaults | settings)))
 
 
 def refuse_start(model: Path | str, *fragments: str, **settings: Any) -> None:
