@@ -70,16 +70,18 @@ def _index_of(answer: Any, question: Question) -> int:
     """
     if question.kind == "yes_no":
         if not isinstance(answer, bool):
-            raise ValueError(f"answer {answer!r} is neither true nor false")
+            raise QuestionError(["answer"], f"{answer!r} is neither true nor false")
         return 0 if answer else 1
     if question.kind == "score" and type(answer) is int:
         if not 0 <= answer < len(question.options):
-            raise ValueError(f"answer {answer}: levels are counted from 0")
+            raise QuestionError(
+                ["answer"], f"there is no level {answer}; they are counted from 0"
+            )
         return answer
     for index, option in enumerate(question.options):
         if type(option.label) is type(answer) and option.label == answer:
             return index
-    raise ValueError(f"answer {answer!r} is none of the labels")
+    raise QuestionError(["answer"], f"{answer!r} is none of the labels")
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def test_a_file_of_questions(tmp_path):
     [
         ("", "holds no questions"),
         ("nonsense", "line 1 must be"),
-        (line(CHOICE, "Lima"), "line 1 must be .*none of the labels"),
+        (line(CHOICE, "Lima"), "line 1: answer: 'Lima' is none of the labels"),
         (line(PREDICATE, "yes"), "neither true nor false"),
         (line({"type": "choice"}, "a"), "question.instructions"),
         (line(PREDICATE, True, text=3), "line 1: input: "),
