@@ -73,10 +73,10 @@ class SamplingFields(BaseModel):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Fields of ``/v1/completions``. A seed below 0 is none."""
+        """Fields of ``/v1/completions``. A seed below 0 is none; Tabby's have 64 bits."""
         fields = self.model_dump(include={"temperature", "top_p", "top_k"})
-        is_seeded = self.seed is not None and self.seed >= 0
-        return fields | {"seed": self.seed if is_seeded else None}
+        seed = None if self.seed is None or self.seed < 0 else self.seed % 2**63
+        return fields | {"seed": seed}
 
     def between(self, prefix: str, suffix: str | None, **more: Any) -> CursorRequest:
         """The request for a completion between two texts."""

@@ -99,8 +99,9 @@ def merged(original: str, snippet: str, encode: Encode | None) -> Passes[str]:
             places = [places[gains.index(max(gains))]]
         if not places:
             raise InvalidRequestError(
-                f"{_told(part)} shares no line with the file, so that its place is not "
-                f"known; repeat a line beside it"
+                f"{_told(part)} shares no line with the file, or only one that it has "
+                f"more than {_MOST_PLACES} times, so that its place is not known; repeat "
+                f"lines beside it"
             )
         begin, end = places[0]
         if not is_first:
@@ -130,13 +131,13 @@ def _parts(snippet: str) -> list[list[str]]:
 
 def _shared_places(part: list[str], lines: list[str], position: int) -> list[Place]:
     """The places from ``position`` on whose lines are most like the part's; none where
-    it shares no line.
+    it shares no line, or only those that the file has too often to tell a place.
     """
     numbers: dict[str, list[int]] = {}
     for number in range(position, len(lines)):
         numbers.setdefault(lines[number].rstrip(), []).append(number)
     numbers.pop("", None)
-    written = [number for number, line in enumerate(part) if line.strip()]
+    first, last = _num_blank(part), len(part) - 1 - _num_blank(part[::-1])
     # Of the shared lines up to one of the file's: what they count, and the first one.
     best: dict[int, tuple[float, int]] = {}
     steps: list[int] = []
@@ -144,9 +145,8 @@ def _shared_places(part: list[str], lines: list[str], position: int) -> list[Pla
     counts: list[tuple[float, int]] = []
     for number, line in enumerate(part):
         shared = numbers.get(line.rstrip(), [])
-        counted = (_EDGE if number in (written[0], written[-1]) else 1) / (
-            len(shared) or 1
-        )
+        if len(shared) > _MOST_PLACES:
+            continue
         chains = []
         for place in shared:
             step = bisect_left(steps, place)
@@ -154,7 +154,8 @@ def _shared_places(part: list[str], lines: list[str], position: int) -> list[Pla
             count -= (place - 1) * _REMOVED if step else 0
             if count <= 0:
                 count, begin = 0.0, place
-            chains.append((place, (count + counted + place * _REMOVED, begin)))
+            count += (_EDGE if number in (first, last) else 1) / len(shared)
+            chains.append((place, (count + place * _REMOVED, begin)))
         for place, chain in chains:
             best[place] = max(chain, best.get(place, chain))
             step = bisect_left(steps, place)
