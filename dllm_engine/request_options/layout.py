@@ -247,8 +247,8 @@ def _block_length(
     options: LayoutOptions,
     gen_length: int,
 ) -> int:
-    """Length of blocks, fitted to the response if the request names none. Attention
-    blocks may be longer than the response.
+    """Length of blocks, fitted to a template, and to any response if the request names
+    none. Attention blocks may be longer than the response.
     """
     family = request.family
     if options.decoding == "autoregressive":
@@ -259,13 +259,13 @@ def _block_length(
             )
         return 1
     block_length = options.block_length or family.block_length_of(gen_length)
-    if family.attention == "full" and own.block_length is None:
-        block_length = min(block_length, gen_length)
-    elif family.attention == "full" and block_length > gen_length:
-        raise refused(
-            f"block_length={block_length} is out of range: it must be 1 … gen_length "
-            f"(max_tokens), here {gen_length}"
-        )
+    if family.attention == "full" and block_length > gen_length:
+        if own.block_length is not None and own.response_template is None:
+            raise refused(
+                f"block_length={block_length} is out of range: it must be 1 … "
+                f"gen_length (max_tokens), here {gen_length}"
+            )
+        block_length = gen_length
     if family.experts_by_block and block_length != family.attention_block:
         raise refused(
             f"block_length={block_length}: this model chooses experts by blocks of "

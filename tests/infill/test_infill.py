@@ -139,6 +139,8 @@ def test_suffix_of_a_completion(complete):
         assert (choice["text"], choice["finish_reason"]) == (WANTED, "stop")
         assert answer["usage"]["completion_tokens"] == 4
     assert length_of(complete(suffix=AFTER, max_tokens=2)) <= 2
+    longer = complete(suffix=AFTER, vllm_xargs={"block_length": 64}).json()
+    assert longer["choices"][0]["text"] == choice["text"]
     chunks = chunks_of(complete(suffix=AFTER, max_tokens=4, stream=True))
     assert (
         "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
@@ -179,6 +181,14 @@ def test_nothing_may_belong_before_a_suffix(complete, client):
     (chunk,) = chunks_of(complete(**asked, stream=True))
     (choice,) = chunk["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("", "stop")
+    body = {"model": "demo", "messages": CHAT, "stream": True}
+    body["vllm_xargs"] = {
+        "template": [BEFORE + WANTED, -1, AFTER],
+        "return_given": False,
+    }
+    first, last = chunks_of(client.post("/v1/chat/completions", json=body))
+    assert first["choices"][0]["delta"]["content"] == ""
+    assert last["choices"] == [{"index": 0, "delta": {}, "finish_reason": "stop"}]
 
 
 def test_templates_over_http(client, complete):

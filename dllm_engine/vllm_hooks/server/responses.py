@@ -30,7 +30,7 @@ from dllm_engine.vllm_hooks.server.open_requests import OpenRequest
 
 DIFFUSION = "diffusion"
 _EVENT = "data: "
-# vLLM 0.32 sends no chunk of a completion that ends without a token.
+# vLLM 0.32 sends no chunk of a response that ends without a token.
 _ENDS_ARE_MISSING = is_installed("0.32")
 WITH_FIGURES = ("/v1/completions", "/v1/chat/completions", "/invocations")
 
@@ -115,12 +115,13 @@ async def stream_with_fields(
                 )
                 yield result
                 begun.update(index for index, c in choices if c.token_ids)
+                nothing = {"delta": {}} if is_chat else {"text": ""}
                 ends = [
-                    {"index": index, "text": "", "finish_reason": c.finish_reason}
+                    {"index": index, **nothing, "finish_reason": c.finish_reason}
                     for index, c in choices
                     if c.finish_reason is not None and index not in begun
                 ]
-                if ends and not is_chat and _ENDS_ARE_MISSING:
+                if ends and _ENDS_ARE_MISSING:
                     await send.send(_event_of({**head, "choices": ends}))
 
     async def run() -> None:
