@@ -115,7 +115,7 @@ async def stream_with_fields(
                 )
                 yield result
                 begun.update(index for index, c in choices if c.token_ids)
-                nothing = {"delta": {}} if is_chat else {"text": ""}
+                nothing: dict[str, Any] = {"delta": {}} if is_chat else {"text": ""}
                 ends = [
                     {"index": index, **nothing, "finish_reason": c.finish_reason}
                     for index, c in choices
