@@ -96,9 +96,12 @@ class HoleLengths(NamedTuple):
         template = opened.template.filled(lengths)
         self._fill(params, template)
         opened.put(params, template, rank=self.rank)
+        given = [token for token in template if token is not None]
+        if _options({"return_given": self.filling.return_given}).return_given is False:
+            given = []
         return Settled(
             opened.prompt,
-            is_empty=None not in template,
+            whole=None if None in template else given,
             is_cut=max(lengths) == sizes[-1],
         )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import SamplingParams
 
@@ -123,14 +124,26 @@ class Template:
         return tokens
 
 
-def nothing(request_id: str, prompt: Any, params: SamplingParams) -> RequestOutput:
-    """The output where nothing belongs into the holes."""
+def nothing(
+    request_id: str,
+    prompt: Any,
+    params: SamplingParams,
+    given: Sequence[int] = (),
+    tokenizer: Any = None,
+) -> RequestOutput:
+    """The output where nothing belongs into the holes: the ``given`` tokens that come
+    back.
+    """
+    logprobs = [
+        {token: Logprob(0.0, rank=1, decoded_token=tokenizer.decode([token]))}
+        for token in given
+    ]
     completion = CompletionOutput(
         index=0,
-        text="",
-        token_ids=[],
+        text=tokenizer.decode(given) if given else "",
+        token_ids=[*given],
         cumulative_logprob=None if params.logprobs is None else 0.0,
-        logprobs=None if params.logprobs is None else [],
+        logprobs=None if params.logprobs is None else logprobs,
         finish_reason="stop",
     )
     tokens = list(prompt.get("prompt_token_ids", ()))

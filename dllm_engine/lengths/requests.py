@@ -36,8 +36,8 @@ class Settled(NamedTuple):
 
     prompt: Sequence[int]
     """The prompt, of which the response may have taken the end."""
-    is_empty: bool = False
-    """Nothing is left to write."""
+    whole: Sequence[int] | None = None
+    """All tokens that come back, if nothing is left to write."""
     is_cut: bool = True
     """A longer one might have been written."""
 

@@ -180,8 +180,14 @@ def generate_if_valid(
         tokens = rendered["prompt_token_ids"]
         settled = await choice.settle(self, tokens, params)
         rendered = {**rendered, "prompt_token_ids": list(settled.prompt)}
-        if settled.is_empty:
-            yield nothing(request_id, rendered, params)
+        if settled.whole is not None:
+            yield nothing(
+                request_id,
+                rendered,
+                params,
+                settled.whole,
+                self.input_processor.tokenizer,
+            )
             return
         checked_prompt = _checked_prompt(self, rendered, params, request_id, kwargs)
         outputs = generate(self, checked_prompt, params, request_id, **kwargs)

@@ -191,6 +191,16 @@ def test_nothing_may_belong_before_a_suffix(complete, client):
     assert last["choices"] == [{"index": 0, "delta": {}, "finish_reason": "stop"}]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_template_with_empty_holes_comes_back_whole(complete, stream):
+    asked = {"template": [BEFORE + WANTED, -1, AFTER]}
+    answer = complete(vllm_xargs=asked, logprobs=0, stream=stream)
+    (choice,) = (chunks_of(answer)[-1] if stream else answer.json())["choices"]
+    assert choice["text"] == BEFORE + WANTED + AFTER
+    assert {*choice["logprobs"]["token_logprobs"]} == {0.0}
+    assert choice["finish_reason"] == "stop"
+
+
 def test_templates_over_http(client, complete):
     template = [" Tom=", 2, ", Ida=", 2, ", Max=31"]
     chat = {"messages": CHAT, "vllm_xargs": {"template": template}}
