@@ -140,7 +140,7 @@ def cal(llm: Any, cut: Cut) -> int:
 
 
 def joins(hole: Hole, size: int, answer: Logprobs) -> float:
-    return sum(answer.asked[size:])
+    return sum(answer.tokens[size:])
 
 
 def with_prior(hole: Hole, size: int, answer: Logprobs) -> float:

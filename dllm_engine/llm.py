@@ -442,7 +442,7 @@ class LLM(vllm.LLM):
         if reason := no_likelihoods(self.model_config.hf_config.family):
             raise ValueError(reason)
         for answer in answers_of(self, self._checked_probes(canvases)):
-            yield answer.asked
+            yield answer.tokens
 
     def _checked_probes(self, canvases: Iterable[Canvas]) -> Iterator[Probe]:
         limit = self.model_config.max_model_len

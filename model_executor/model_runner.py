@@ -100,10 +100,10 @@ class DiffusionModelRunner:
         self.store = CanvasStore(device, self.mask_token_id)
         self.canvases = self.store.canvases
         self.last_layout: Layout | None = None
-        """Batch and pass of the last step; None once a request has come or gone, or a
-        page table is another.
+        """Batch and pass of the last step. None after a request came or left, or a page
+        table changed.
         """
-        # vLLM's CPU worker reads it; there are none outside the page pool.
+        # vLLM's CPU worker reads it. All KV caches are in the page pool.
         self.kv_caches: list[Tensor] = []
 
     # Called by the worker once
@@ -153,8 +153,8 @@ class DiffusionModelRunner:
         weights_path: str | None = None,
         is_checkpoint_format: bool = True,
     ) -> None:
-        """Read the weights again in place, as vLLM's runner does; a guide's too unless
-        other weights are named.
+        """Read the weights again in place, as vLLM's runner does. The weights of a
+        guide are read too, unless other weights are named.
         """
         tensors = {}
         if weights_iterator is None:
@@ -181,15 +181,15 @@ class DiffusionModelRunner:
     add_lora = remove_lora = pin_lora = list_loras = _refuse_lora
 
     def get_encoder_timing_stats(self) -> dict[str, dict[str, float | int]]:
-        """There is no encoder."""
+        """Empty, because there is no encoder."""
         return {}
 
     def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
         return ("generate",)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """One pseudo-layer that stands for the page pool; nothing for a method that
-        keeps nothing.
+        """One pseudo-layer that stands for the page pool. Empty for a cache method
+        without pages.
         """
         if not self.options.uses_pages:
             return {}
@@ -233,15 +233,17 @@ class DiffusionModelRunner:
             self.rank.guide.pages = pages.view_for(shape.num_kv_heads, shape.head_dim)
 
     def use_graphs(self, record: Record) -> StepGraphs:
-        """Run what can be recorded from graphs that ``record`` makes, from now on."""
+        """From now on, run the parts that can be recorded from graphs that ``record``
+        makes.
+        """
         self.denoiser.graphs = StepGraphs(self.rank, record)
         return self.denoiser.graphs
 
     def _do_nothing(self, *arguments: Any) -> None:
-        """There is no encoder, no adapter apart from the weights, and no draft model: a
-        guide is read again with the model. vLLM only lowers the longest length:
-        canvases are as long as their requests, and a table of RoPE may have spare
-        positions."""
+        """Do nothing. There is no encoder, no adapter apart from the weights, and no
+        draft model: a guide is read again with the model. vLLM only lowers the maximum
+        length: canvases are as long as their requests, and a table of RoPE may have
+        spare positions."""
 
     get_draft_model = reset_lora_state = reset_mm_cache = reset_encoder_cache = (
         update_max_model_len
@@ -291,10 +293,11 @@ class DiffusionModelRunner:
             for request_id, report in results:
                 assert isinstance(report, StepReport)
                 report.advance(progress[request_id], self.canvases[request_id].spec)
+            # A block that has joined needs other pages.
             if any(
                 request_progress.step == 0 for request_progress in progress.values()
             ):
-                break  # a block has joined: other pages are needed
+                break
             plans, failures = self._next_plans(progress)
         if failures:
             reports = reports or [{}]
@@ -306,7 +309,7 @@ class DiffusionModelRunner:
     def _next_plans(
         self, progress: dict[str, Progress]
     ) -> tuple[dict[str, StepPlan], Failures]:
-        """The next step of each request; none at all where that of one fails, which the
+        """The next step of each request. Empty if planning fails for one of them: the
         scheduler must know first.
         """
         plans: dict[str, StepPlan] = {}
@@ -321,13 +324,13 @@ class DiffusionModelRunner:
         return {} if failures else plans, failures
 
     def forget(self, request_id: str) -> None:
-        """Free what a request has here; nothing happens for one that is not there."""
+        """Free what a request has here. Does nothing for an unknown request."""
         self.canvases.pop(request_id, None)
         self.last_layout = None
 
     def _take_in(self, scheduler_output: DiffusionSchedulerOutput) -> Failures:
-        """Make canvases of new requests, take page tables that have changed, and copy
-        pages. Returns what failed.
+        """Make the canvases of new requests, take changed page tables, and copy pages.
+        Returns the failures.
         """
         if copies := scheduler_output.page_copies.values():
             assert self.rank.pages is not None
@@ -357,15 +360,15 @@ class DiffusionModelRunner:
         num_steps: int,
         probes: Sequence[Probe],
     ) -> tuple[list[dict[str, StepResult]], list[Logprobs]]:
-        """Run ``plans``, and of the ``num_steps`` allowed those that follow as far as
-        they are known ahead. With ``probes`` it is one step. Returns the reports of
-        steps, and the answers to probes.
+        """Run ``plans``, and then further steps that are known ahead, ``num_steps`` in
+        all at most. With ``probes``, run one step. Returns the reports of the steps,
+        and the answers to the probes.
         """
         parts: dict[str | type[LayerPass], dict[str, StepPlan]] = defaultdict(dict)
         for request_id, plan in plans.items():
-            # How a library sums depends on the shapes it is given, so a request may be
-            # given its own alone. And what a cache method's pass does is another thing
-            # than to compute whole canvases beside pages.
+            # The order in which libraries sum depends on shapes, so with
+            # batch_invariant each request is a batch. A cache method's pass and a pass
+            # over whole canvases are different batches too.
             is_alone = self.options.batch_invariant
             key = request_id if is_alone else self._layer_pass_class(request_id)
             parts[key][request_id] = plan
@@ -377,8 +380,8 @@ class DiffusionModelRunner:
     def _run_together(
         self, parts: Sequence[dict[str, StepPlan]], probes: Sequence[Probe]
     ) -> tuple[dict[str, StepResult], list[Logprobs]]:
-        """One step of several batches, and probes. Passes that can join are one forward
-        pass.
+        """Run one step of several batches, and probes. Passes that can join become one
+        forward pass.
         """
         layouts = [self._lay_out(plans) for plans in parts]
         inputs: dict[int | str, PassInput] = {}
@@ -403,7 +406,9 @@ class DiffusionModelRunner:
         return reports, probe_batch.answers(hidden)
 
     def _layer_pass_class(self, request_id: str) -> type[LayerPass]:
-        """Who runs the layers for a request: the cache method, if it serves it."""
+        """Class of the pass that runs the layers for a request: the cache method's, if
+        the method serves the request.
+        """
         serves = self.options.method.serves(self.canvases[request_id].spec)
         return self.layer_pass_class if serves else WholePass
 
@@ -415,15 +420,16 @@ class DiffusionModelRunner:
         num_steps: int,
         computed: tuple[Tensor, Results] | None = None,
     ) -> list[dict[str, StepResult]]:
-        """Steps of one batch, from plans to reports: prepare, then for each step
-        forward, predict and unmask, at last report. Between the steps, which do the
-        same work on other tokens, the device is not waited for.
+        """Run steps of one batch, from plans to reports: prepare, then for each step
+        forward, predict and unmask, at last report. The steps do the same work on other
+        tokens, and nothing waits for the device between them.
 
-        An exception in here is no one request's and ends the engine: pages have been
-        written in part, by some layers and perhaps by some ranks, so that running the
-        requests again, one by one, would not compute the same.
+        An exception in here does not belong to one request and ends the engine: some
+        layers, and perhaps some ranks, have written pages, so running the requests
+        again, one by one, would not compute the same.
 
-        ``computed``: what the forward pass of a single step has left, if it has run.
+        ``computed``: hidden states and results of a single step, if its forward pass
+        has run.
         """
         batch, layer_pass = layout
         groups = BatchCandidates.of(batch, layer_pass.observed).by_settings()
@@ -465,7 +471,7 @@ class DiffusionModelRunner:
         num_steps: int,
         repeats: Repeats,
     ) -> Iterable[dict[str, StepPlan]]:
-        """Plans of this step, and of the steps behind it that may run with the same
+        """Plans of this step, and of the following steps that may run with the same
         rows.
         """
         if num_steps == 1 or repeats is Repeats.OTHER_WORK:
@@ -477,8 +483,8 @@ class DiffusionModelRunner:
         )
 
     def _lay_out(self, plans: dict[str, StepPlan]) -> Layout:
-        """The rows of a step and who runs the layers over them: those of the last step
-        where this one repeats it.
+        """The rows of a step and the pass that runs the layers over them. If the step
+        repeats the last one, its layout is returned.
         """
         if self.last_layout is not None:
             batch, layer_pass = self.last_layout
@@ -494,8 +500,7 @@ class DiffusionModelRunner:
                 return self.last_layout
         layer_pass_class = self._layer_pass_class(next(iter(plans)))
         batch = StepBatch.of(plans, self.canvases, layer_pass_class.positions)
-        # There are no pages where the method keeps nothing; its pass does not look at
-        # them.
+        # Without pages, the method's pass does not look at them.
         self.last_layout = (
             batch,
             layer_pass_class.of(batch, cast(PageMemory, self.rank.pages)),

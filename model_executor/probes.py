@@ -28,9 +28,8 @@ from dllm_engine.model_executor.unmasking.logits import ConstrainedRows
 
 @torch.inference_mode()
 def run_largest_batch(rank: Rank) -> None:
-    """The largest batch that may be asked for, with the rows that fill up its graph,
-    and the largest chunks of logits that predictions take, for vLLM to measure their
-    memory."""
+    """Run the largest possible batch, with the rows that fill up its graph, and the
+    largest chunks of logits that predictions take. vLLM measures their memory."""
     num_rows = padded(rank.max_num_batched_tokens) or rank.max_num_batched_tokens
     longest, device, predictor = rank.max_model_len, rank.device, rank.predictor
     pass_memory = torch.empty(
@@ -81,39 +80,38 @@ class ProbeBatch:
             for p in probe.masked
         ]
         masked, predicting = np.array(places, np.int64).reshape(-1, 2).T
-        tokens = on_device(list(chain.from_iterable(canvases)), device)
-        tokens = tokens.index_fill(
+        input_tokens = on_device(list(chain.from_iterable(canvases)), device)
+        input_tokens = input_tokens.index_fill(
             0, on_device(masked, device), self.predictor.mask_token_id
         )
-        self.input = PassInput(tokens, positions, DensePass(rows))
-        # Rows of several tokens go through the head once.
+        self.input = PassInput(input_tokens, positions, DensePass(rows))
+        # A row with several tokens goes through the head once.
         predicting, row_of = np.unique(predicting, return_inverse=True)
         self.predicting = on_device(predicting, device)
         self.row_of = on_device(row_of, device)
-        asked = [token for probe in probes for token in probe.tokens]
-        self.asked = on_device(asked, device, torch.int64)
-        self.num_asked = [len(probe.tokens) for probe in probes]
+        tokens = [token for probe in probes for token in probe.tokens]
+        self.tokens = on_device(tokens, device, torch.int64)
+        self.num_tokens = [len(probe.tokens) for probe in probes]
 
     def answers(self, hidden: Tensor) -> list[Logprobs]:
         """Answers to the probes, from hidden states ``[num_rows, hidden_size]``."""
         logprobs = self.predictor.logprobs_of(
-            hidden[self.predicting], self.row_of, self.asked
+            hidden[self.predicting], self.row_of, self.tokens
         )
-        return [
-            Logprobs(*part.tolist()) for part in logprobs.split(self.num_asked, dim=1)
-        ]
+        parts = logprobs.split(self.num_tokens, dim=1)
+        return [Logprobs(*part.tolist()) for part in parts]
 
 
 @torch.inference_mode()
 def masked_logprobs(rank: Rank, probes: Sequence[Probe]) -> list[Logprobs]:
-    """Answers to probes, by one forward pass for all."""
+    """Answers to probes, from one forward pass for all."""
     batch = ProbeBatch(rank, probes)
     hidden, _ = rank.model(*batch.input)
     return batch.answers(hidden)
 
 
 def _limits(positions: Tensor, block_length: int | None) -> Tensor | None:
-    """End of each position's block, as limits of ``RowBounds``."""
+    """End of each position's block, for ``RowBounds.limits``; None without blocks."""
     return (
         None
         if block_length is None

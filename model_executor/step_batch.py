@@ -30,7 +30,7 @@ class RowBounds:
         device: torch.device,
         limits: Tensor | None = None,
     ) -> None:
-        """``limits``: how many of its request's keys each row attends to, int32
+        """``limits``: number of its request's keys that each row attends to, int32
         ``[num_rows]``; None: all of them.
         """
         self.sizes, self.device, self.limits = sizes, device, limits
@@ -38,7 +38,7 @@ class RowBounds:
         """First row of each request and, last, the number of rows."""
         self.max_seqlen = max(sizes, default=0)
         self.is_padded = False
-        """True if ``cu_seqlens`` alone has the bounds."""
+        """True if only ``cu_seqlens`` has the bounds."""
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
@@ -51,8 +51,8 @@ class RowBounds:
 
 
 class SplitRows(RowBounds):
-    """Rows of which the last requests attend to nothing but their own rows, and those
-    before to pages as well.
+    """Rows in two parts: the first requests attend to pages and to their own rows, the
+    last ones only to their own rows.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class SplitRows(RowBounds):
         device: torch.device,
         limits: Tensor | None = None,
     ) -> None:
-        """``alone``: requests that need no pages. A request followed by one that needs
-        pages counts as needing them.
+        """``alone``: True for each request that needs no pages. A request before one
+        that needs pages counts as needing them.
         """
         super().__init__(sizes, device, limits)
         num_alone = len(list(takewhile(bool, reversed(alone))))
@@ -75,7 +75,7 @@ class SplitRows(RowBounds):
         self.paged = RowBounds(
             [*sizes[:num_paged], *[0] * num_alone], device, paged_limits
         )
-        """Rows of all requests, without the rows of those that attend alone."""
+        """Rows of all requests; requests that attend alone have no rows here."""
         self.alone = RowBounds(sizes[num_paged:], device, alone_limits)
         """Rows of the requests that attend alone, which follow the first
         ``num_paged_rows``.
@@ -86,8 +86,8 @@ class SplitRows(RowBounds):
 
 
 class RowChoice:
-    """Rows that are computed of each request: fixed ones, and behind them some that are
-    chosen from others.
+    """Computed rows of each request: fixed rows, and behind them rows that are chosen
+    from others.
     """
 
     def __init__(
@@ -97,8 +97,9 @@ class RowChoice:
         counts: Sequence[int | None],
         device: torch.device,
     ) -> None:
-        """``counts``: how many of ``others`` are chosen; None: it is not asked which.
-        All by request.
+        """``fixed``, ``others`` and ``counts`` have an entry for each request.
+        ``counts``: number of ``others`` that are chosen; None: the request has no
+        choice.
         """
         fixed_sizes = [span.size for span in fixed]
         self.sizes = [
@@ -111,15 +112,15 @@ class RowChoice:
         )
         self.fixed, self.fixed_places = on_device(np.stack(places), device).unbind()
         """The fixed rows, and their places among the computed rows."""
-        alike: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+        by_shape: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
         for span, first, size, count in zip(
             others, firsts, fixed_sizes, counts, strict=False
         ):
             if count is not None:
-                alike[span.size, count].append((span.start, first + size))
+                by_shape[span.size, count].append((span.start, first + size))
         spans = [
             (start, size)
-            for (size, _), members in alike.items()
+            for (size, _), members in by_shape.items()
             for start, _ in members
         ]
         self.chosen_from = ranges(
@@ -128,8 +129,8 @@ class RowChoice:
         """The rows to choose from, group after group, on the host."""
         self.groups = []
         """Per group of equal shape, the rows to choose from ``[group, rows]``, and the
-        places of those chosen ``[group, chosen]``."""
-        for (size, count), members in alike.items():
+        places of the chosen rows ``[group, chosen]``."""
+        for (size, count), members in by_shape.items():
             starts, first_places = on_device(members, device)[:, None].unbind(dim=2)
             numbers = torch.arange(max(size, count), device=device)
             self.groups.append(
@@ -137,16 +138,16 @@ class RowChoice:
             )
 
     def by_group(self, values: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Values, rows to choose from, and places of those chosen, of each group;
-        ``values`` ``[..., n]`` are of the rows ``chosen_from``, and become ``[...,
+        """Values, rows to choose from, and places of the chosen rows, for each group.
+        ``values`` ``[..., n]`` belong to the rows ``chosen_from`` and become ``[...,
         group, rows]``."""
         parts = values.split([others.numel() for others, _ in self.groups], dim=-1)
         for part, (others, places) in zip(parts, self.groups, strict=True):
             yield part.unflatten(-1, others.shape), others, places
 
     def rows(self, values: Tensor, choose: Callable[..., Tensor]) -> Tensor:
-        """The computed rows. ``choose(values, count=count)`` gives the indices of those
-        chosen, ``[group, count]``, from the values of a group."""
+        """The computed rows. ``choose(values, count=count)`` gives the indices of the
+        chosen rows, ``[group, count]``, from the values of a group."""
         rows = torch.empty(sum(self.sizes), dtype=torch.int64, device=self.fixed.device)
         rows[self.fixed_places] = self.fixed
         for part, others, places in self.by_group(values):
@@ -171,8 +172,8 @@ class StepBatch(RowBounds):
         plans: Sequence[StepPlan] = (),
         request_ids: Sequence[str] = (),
     ) -> None:
-        """``positions``: of each request's rows in its canvas, ascending. Rows of
-        another text (a guide's) have no plans."""
+        """``positions``: positions of each request's rows in its canvas, ascending.
+        Rows of another text (a guide's) have no plans."""
         super().__init__(
             [request_positions.size for request_positions in positions],
             canvases[0].tokens.device,
@@ -180,9 +181,9 @@ class StepBatch(RowBounds):
         self.canvases = canvases
         self.request_ids = request_ids
         self.plans = plans
-        """Plans that the rows were laid out for. Steps that do the same work on other
-        tokens run with these rows too; their plans differ in how much they fill and in
-        their random numbers."""
+        """Plans for which the rows were laid out. Steps that do the same work on other
+        tokens run with these rows too. Their plans differ in the number of tokens to
+        fill and in random numbers."""
         self.host_positions = np.concatenate(positions)
         """``positions`` on the host."""
         places = self.host_positions + np.repeat(
@@ -191,8 +192,8 @@ class StepBatch(RowBounds):
         self.positions, self.places = on_device(
             np.stack((self.host_positions, places)), self.device
         ).unbind()
-        """``[num_rows]`` each: position in the canvas, and index of the row's token in
-        the ``CanvasStore``.
+        """``[num_rows]`` each: the row's position in the canvas, and the index of its
+        token in the ``CanvasStore``.
         """
         self.limits = self._limits()
         """The canvas position before which each row's block ends; None where all rows
@@ -206,8 +207,8 @@ class StepBatch(RowBounds):
         canvases: dict[str, Canvas],
         positions: RowPositions,
     ) -> "StepBatch":
-        """The rows of all plans, request by request. ``positions``: of the layer pass
-        that runs them.
+        """The rows of all plans, request by request. ``positions`` is the layer pass's
+        method.
         """
         rows = {
             request_id: positions(plan, canvases[request_id])
@@ -252,12 +253,13 @@ class StepBatch(RowBounds):
         ends = np.where(stops > 0, stops, ends)
         ends = np.where(rows < causal_stops, rows + 1, ends)
         bounds = np.array(self.bounds)
+        # If each request has rows of one block, they see all rows before them.
         if np.array_equal(ends[bounds[:-1]], ends[bounds[1:] - 1]):
-            return None  # of one block each, which sees all that lies before it
+            return None
         return on_device(ends, self.device, torch.int32)
 
     def computes(self, index: int, span: Span) -> bool:
-        """Return True if the rows of a request are those of ``span``."""
+        """Return True if the rows of a request are exactly the positions of ``span``."""
         return (
             self.sizes[index] == span.size
             and self.host_positions[self.bounds[index]] == span.start
@@ -270,9 +272,8 @@ class StepBatch(RowBounds):
         return np.where(rows < stops, rows - starts, -1)
 
     def computes_all(self, lengths: Sequence[int]) -> list[bool]:
-        """Return True for each request that computes all of the tokens, as many as
-        ``lengths`` says, that it attends to: pages would give back what was just
-        computed.
+        """Return True for each request that computes all tokens that it attends to
+        (``lengths``): pages would give back what was just computed.
         """
         return [
             size == length for size, length in zip(self.sizes, lengths, strict=True)

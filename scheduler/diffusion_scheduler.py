@@ -46,8 +46,8 @@ from dllm_engine.scheduler.waiting_queue import WaitingQueue
 logger = init_logger(f"vllm.{__name__}")
 
 _KEPT_FREE = 0.25
-"""Share of sequences, rows and pages that a source leaves to others, where it has more
-than one sequence.
+"""Share of sequences, rows and pages that a source with more than one sequence leaves
+to others.
 """
 
 
@@ -56,8 +56,8 @@ class DiffusionScheduler(SchedulerInterface):
 
     A running request costs its plan's rows in every step. Requests are admitted, first
     come first served or by priority, while ``max_num_seqs``, ``max_num_batched_tokens``
-    and the page pool have room. Where what they hold grows and the pool is empty, the
-    newest one is preempted.
+    and the page pool have room. If running requests need more pages and the pool is
+    empty, the newest request is preempted.
     """
 
     # Read by EngineCore.
@@ -137,8 +137,8 @@ class DiffusionScheduler(SchedulerInterface):
         try:
             state = self._new_state(request)
         except Exception as error:
-            # The front end has checked the same rules (admission.py): a ValueError is
-            # of a client that bypasses it.
+            # The front end has checked the same rules (admission.py): a ValueError
+            # means that a client bypasses it.
             if isinstance(error, ValueError):
                 failure = RequestFailure("refused", str(error))
             else:
@@ -174,8 +174,8 @@ class DiffusionScheduler(SchedulerInterface):
         return [state.request for state in states]
 
     def _end(self, state: ScheduledRequest) -> None:
-        """Free all that a request has, wherever it is: what failed may have been on its
-        way from one place to another.
+        """Free all that a request has. It may wait, run, or be between the two if it
+        failed.
         """
         request = state.request
         self.running = remove_all(self.running, {state})
@@ -189,8 +189,8 @@ class DiffusionScheduler(SchedulerInterface):
         self.outputs.end(request)
 
     def _preempt(self, state: ScheduledRequest) -> None:
-        """Take a running request's pages. The runner keeps its tokens, from which it
-        fills new pages later.
+        """Take the pages of a running request. The runner keeps its tokens and fills
+        new pages from them later.
         """
         request = state.request
         self.running = remove_all(self.running, {state})
@@ -218,8 +218,8 @@ class DiffusionScheduler(SchedulerInterface):
     def _failing_alone(
         self, state: ScheduledRequest, output: DiffusionSchedulerOutput | None = None
     ) -> Iterator[None]:
-        """End a request whose work raises an error; the others go on. ``output`` as for
-        ``_fail``.
+        """End a request if the block raises an error; the other requests go on.
+        ``output`` is as for ``_fail``.
         """
         try:
             yield
@@ -271,9 +271,9 @@ class DiffusionScheduler(SchedulerInterface):
         }
 
     def _make_room(self) -> set[str]:
-        """Reserve what the running blocks of requests add to pages, for the oldest or
-        most urgent one first. Where the pool has no room, the last of them are
-        preempted; returns their ids."""
+        """Reserve pages for the tokens of running blocks, for the oldest or most urgent
+        request first. If the pool has no room, preempt the last requests. Returns their
+        ids."""
         kept = list(self.running)
         if self.by_priority:
             kept.sort(key=lambda state: state.request)
@@ -289,16 +289,17 @@ class DiffusionScheduler(SchedulerInterface):
     def _plans_in_order(
         self, output: DiffusionSchedulerOutput
     ) -> list[tuple[ScheduledRequest, StepPlan]]:
-        """The next step of each running request, in the order in which they get rows of
-        the budget.
+        """The next step of each running request, in the order in which requests get
+        rows of the budget.
         """
         planned = []
         for state in list(self.running):
             with self._failing_alone(state, output):
                 plan = self.method.next_step(state.spec, state.progress)
                 planned.append((state, plan))
-        # Those left out of the last steps first: a row budget too small for all must
-        # not starve anyone. Among them the short ones, if long ones can be cut.
+        # Requests that were left out of the last steps come first: a row budget that is
+        # too small for all must not starve any. Among them, short steps come first if
+        # long ones can be cut.
         if self.method.shortened is not None:
             planned.sort(key=lambda pair: pair[1].max_rows)
         planned.sort(key=lambda pair: pair[0].last_scheduled)
@@ -310,13 +311,13 @@ class DiffusionScheduler(SchedulerInterface):
         planned: list[tuple[ScheduledRequest, StepPlan]],
         output: DiffusionSchedulerOutput,
     ) -> None:
-        """Run the steps that find room among the rows of the step."""
+        """Schedule the planned steps that have room in the row budget."""
         due = sum(plan.max_rows for _, plan in planned)
         for state, plan in planned:
             due -= plan.max_rows
             with self._failing_alone(state, output):
-                # A part of a long prompt takes what the others leave, and one that was
-                # left out a block at least.
+                # A part of a long prompt gets the rows that other requests leave, and
+                # at least a block.
                 least = state.spec.layout.rows_at_once
                 room = self.rows.left
                 if plan.max_rows > 2 * least:
@@ -328,8 +329,8 @@ class DiffusionScheduler(SchedulerInterface):
                     self.rows.take(state.source, plan.max_rows)
 
     def _fitted(self, plan: StepPlan, spec: DecodingSpec, room: int) -> StepPlan:
-        """The part of a step that fits ``room`` rows; with ``batch_invariant``, that of
-        a request that runs alone.
+        """The part of a step that fits ``room`` rows. With ``batch_invariant``, it is
+        the same as if the request ran alone.
         """
         return self.method.fitted(
             plan, spec, self.max_rows if self.options.batch_invariant else room
@@ -340,7 +341,7 @@ class DiffusionScheduler(SchedulerInterface):
     ) -> None:
         state.last_scheduled = self._num_steps
         output.plans[state.request_id] = plan
-        # What it reads without having written it, other requests wrote.
+        # A request that has filled no pages yet reads those of other requests.
         needs_pages = plan.state is RefreshState.UPDATE or (
             plan.read > 0 and not state.page_counts
         )
@@ -366,7 +367,7 @@ class DiffusionScheduler(SchedulerInterface):
         output.num_steps = self.options.steps_per_dispatch
         for state in list(self.running):
             with self._failing_alone(state, output):
-                # Whichever of its steps writes them.
+                # Any of these steps may write pages.
                 self.tables.update(state, output, needs_pages=True)
                 output.progress[state.request_id] = replace(state.progress, trace={})
 
@@ -384,7 +385,7 @@ class DiffusionScheduler(SchedulerInterface):
 
     def _admit(self, output: DiffusionSchedulerOutput) -> set[str]:
         """Let waiting requests begin in their order, while there is room. Returns the
-        sources that have all that one may have: others find room beside them.
+        sources that may not begin more requests.
         """
         full = self.rows.resting()
         num_running = Counter(state.source for state in self.running)
@@ -402,8 +403,8 @@ class DiffusionScheduler(SchedulerInterface):
         return full
 
     def _next_waiting(self, full: Collection[str]) -> ScheduledRequest | None:
-        """The request to admit next, of another source than those of ``full``. While
-        none may begin, those that were preempted go on."""
+        """The request to admit next, from a source that is not in ``full``. While no
+        request may begin, preempted requests still go on."""
         for request in self.waiting:
             state = self.states[request.request_id]
             if (self.admits or request.num_preemptions) and state.source not in full:
@@ -416,8 +417,8 @@ class DiffusionScheduler(SchedulerInterface):
         kept_free: float,
         output: DiffusionSchedulerOutput,
     ) -> bool:
-        """Let a request begin in this step if its pages and rows are there, beside the
-        share of all that it has to leave free.
+        """Let a request begin in this step if there are pages and rows for it. It has
+        to leave the share ``kept_free`` of sequences, rows and pages free.
         """
         sequences_free = self.max_num_running - len(self.running)
         if sequences_free <= int(kept_free * self.max_num_running):
@@ -438,7 +439,7 @@ class DiffusionScheduler(SchedulerInterface):
         return True
 
     def _begin(self, state: ScheduledRequest, output: DiffusionSchedulerOutput) -> None:
-        """Let a waiting request run, with the pages that were found for it."""
+        """Let a waiting request run."""
         request = state.request
         self.tables.record_prefix(state)
         self.waiting.remove([request])
@@ -459,7 +460,8 @@ class DiffusionScheduler(SchedulerInterface):
             self.stats.engine_steps += len(model_runner_output.reports)
             for step in model_runner_output.reports:
                 for request_id, result in step.items():
-                    # Some were aborted while the step ran, or ended in one before it.
+                    # A request may have been aborted while the step ran, or ended in an
+                    # earlier step.
                     if (state := self.states.get(request_id)) is not None:
                         self._take_in(state, result)
             if model_runner_output.probe_answers:
@@ -494,7 +496,7 @@ class DiffusionScheduler(SchedulerInterface):
 
     @property
     def num_begun(self) -> int:
-        """Requests that run, and those that were preempted."""
+        """Number of running and of preempted requests."""
         return len(self.running) + sum(
             request.num_preemptions > 0 for request in self.waiting
         )
@@ -509,7 +511,7 @@ class DiffusionScheduler(SchedulerInterface):
         return unfinished + len(self.outputs) + len(self.probes)
 
     def has_request(self, request_id: str) -> bool:
-        """Return True if a request waits or runs here; vLLM 0.33 asks."""
+        """Return True if a request waits or runs here. vLLM 0.33 calls it."""
         return request_id in self.states
 
     def has_finished_requests(self) -> bool:
@@ -539,9 +541,9 @@ class DiffusionScheduler(SchedulerInterface):
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """Let no request find the pages of those before it; returns False if that
-        cannot be done, because requests hold pages. ``reset_running_requests``: preempt
-        those that can go on without them."""
+        """Forget the shared prefixes. Returns False if running requests hold pages,
+        which makes it impossible. ``reset_running_requests``: preempt the requests that
+        can go on without their pages."""
         can_lose_pages = (
             self.method.keeps_for_good and not self.options.cache.keeps_running_block
         )
@@ -551,8 +553,8 @@ class DiffusionScheduler(SchedulerInterface):
         return self.tables.forget_prefixes()
 
     def _do_nothing(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing for encoders, speculative decoding and vLLM's structured output,
-        which are refused before.
+        """Do nothing: encoders, speculative decoding and vLLM's structured output are
+        refused at the start.
         """
 
     reset_encoder_cache = get_grammar_bitmask = shutdown = _do_nothing

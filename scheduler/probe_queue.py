@@ -28,8 +28,8 @@ class _Call:
 
 
 class ProbeQueue:
-    """Calls whose probes wait for steps. They take turns: each gets one probe into a
-    step, then each its next one.
+    """Calls whose probes wait for steps. They take turns: each call gets one probe into
+    a step, then each its next one.
     """
 
     def __init__(self, weights: ModelWeights) -> None:

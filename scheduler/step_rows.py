@@ -1,11 +1,11 @@
-"""Rows that a step has left, and those that the sequences of one source may take."""
+"""The row budget of a step, and the rows that the sequences of one source may take."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
 _LEAST = 1 / 64
-"""Share of the rows of a step that a source may take at least: with defaults of vLLM,
-about as many as a GPU computes in the time of one.
+"""The least share of a step's rows that a source may take. With vLLM's defaults, a GPU
+computes about so many rows in the time of one row.
 """
 
 
@@ -22,17 +22,18 @@ def turns_of(sources: Sequence[str]) -> list[int]:
 
 
 class StepRows:
-    """Rows of the steps, by source. Where requests of other sources run, several
-    sequences of a source together take no more rows of a step than those, but the least
-    share of a step in any case. So they do not make the steps of others much longer.
+    """Rows of the steps, by source. If requests of other sources run, several sequences
+    of a source together take no more rows of a step than the others do, or the least
+    share of a step if that is more. So they do not make the steps of others much
+    longer.
 
-    A source that begins a sequence beside others then rests for a dispatch. Behind it,
-    as many begin at once as could have begun in each step. Meanwhile the steps of the
-    others run without the scheduler.
+    A source that begins a sequence beside others then rests for a dispatch. After that,
+    it may begin as many at once as it could have begun step by step. Meanwhile the
+    steps of the others run without the scheduler.
     """
 
     def __init__(self, max_rows: int, steps_per_dispatch: int) -> None:
-        """``max_rows``: of a step."""
+        """``max_rows``: row budget of a step."""
         self.max_rows = max_rows
         self._rest = steps_per_dispatch
         self._began: dict[str, int] = {}
@@ -40,8 +41,8 @@ class StepRows:
         self.begin_step(0, ())
 
     def begin_step(self, number: int, planned: Iterable[tuple[str, int]]) -> None:
-        """``number``: of steps before it; ``planned``: source and rows of each running
-        request.
+        """``number``: number of earlier steps. ``planned``: source and rows of each
+        running request.
         """
         self._number = number
         self.left = self.max_rows
@@ -53,13 +54,13 @@ class StepRows:
         oldest = number - 2 * self._rest
         self._began = {x: began for x, began in self._began.items() if began >= oldest}
         self._since = {x: number - began for x, began in self._began.items()}
-        """Steps since then."""
+        """Number of steps since then."""
 
     def _others(self, source: str) -> int:
         return self._total - self._planned[source]
 
     def resting(self) -> set[str]:
-        """Sources of which no sequence may begin."""
+        """Sources that may not begin a sequence now."""
         return {
             source
             for source, num_steps in self._since.items()
@@ -67,8 +68,8 @@ class StepRows:
         }
 
     def allow(self, source: str, rows: int, num_steps: int = 1) -> bool:
-        """Return True if a source may take so many more rows, for ``num_steps`` steps at
-        once. Its first sequence may take all that are left.
+        """Return True if a source may take ``rows`` more rows, for ``num_steps`` steps
+        at once. Its first sequence may take all rows that are left.
         """
         others = self._others(source)
         least = int(_LEAST * self.max_rows)
@@ -77,7 +78,7 @@ class StepRows:
         return rows <= self.left and (is_first or self._taken[source] + rows <= most)
 
     def may_begin(self, source: str, rows: int) -> bool:
-        """Return True if a sequence of a source may begin with so many rows."""
+        """Return True if a sequence of a source may begin with ``rows`` rows."""
         return self.allow(source, rows, min(self._since.get(source, 1), self._rest))
 
     def take(self, source: str, rows: int) -> None:

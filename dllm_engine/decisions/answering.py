@@ -34,18 +34,18 @@ COUNTS = (
 
 
 _AT_ONCE = 16
-"""Rows of a request that the engine has at a time. It does not wait for more, and they
-leave the event loop and the steps to other requests.
+"""Number of rows of a request that the engine has at a time. It is busy with so many,
+and the event loop and its steps still have room for other requests.
 """
 _counts = dict.fromkeys(COUNTS, 0)
-"""Since they were last taken."""
+"""Counts since ``take_counts`` was last called."""
 
 
 def take_counts() -> dict[str, int]:
-    """Counts of this process since they were last taken."""
-    taken = dict(_counts)
+    """Return the counts of this process since the last call."""
+    counts = dict(_counts)
     _counts.update(dict.fromkeys(COUNTS, 0))
-    return taken
+    return counts
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Questions:
 
     questions: Sequence[Mapping[str, Any]]
     joint: bool | None = None
-    """Answer all in one canvas; None: as the engine was started."""
+    """Answer all questions in one canvas; None: as the engine was started."""
 
     @cached_property
     def read(self) -> list[Question]:
@@ -65,7 +65,7 @@ class Questions:
 
 
 def as_messages(prompt: Any) -> list[Message]:
-    """A prompt that may be a text."""
+    """The messages of a prompt, which may be a text."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
@@ -74,8 +74,8 @@ def answer_all(
     ask: Callable[[list[Row]], Iterable[Any]],
     asked: Sequence[tuple[Sequence[Message], Questions]],
 ) -> list[list[Answer]]:
-    """Answers to questions about messages, all in one batch. ``ask``: gives the
-    engine's output for each row.
+    """Answers to questions about messages, all in one batch. ``ask`` gives the engine's
+    output for each row.
     """
     rows_of = [asking.rows(messages, each.read, each.joint) for messages, each in asked]
     results = map(_result, ask([row for own in rows_of for row in own]))
@@ -94,8 +94,9 @@ async def answer_over_http(
     joint: bool | None,
     request_id: str,
 ) -> Answered:
-    """Answers to questions about messages. ``state``: of vLLM's application. If the
-    client goes away, the engine drops what it has not answered.
+    """Answers to questions about messages. ``state`` is the state of vLLM's
+    application. If the client leaves, the engine drops the rows that it has not
+    answered.
     """
     engine = state.engine_client
     tokenizer = state.openai_serving_completion.renderer.tokenizer
@@ -111,15 +112,15 @@ async def answer_over_http(
             request = PromptRequest(model=model, prompt=plain_text(asked))
         return await prompt_tokens(request, state)
 
-    # The first prompt tells what is wrong with the model's name or the text, also where
-    # each question has one option and none is asked.
+    # The first prompt checks the model's name and the text, also if each question has
+    # one option and needs no row.
     first = await prompt_of(rows[0].messages if rows else messages)
     places = asyncio.Semaphore(_AT_ONCE)
     turn = asyncio.Lock()
 
     async def ask(number: int, row: Row) -> tuple[RequestOutput, DiffusionFigures]:
         async with places:
-            async with turn:  # other requests are read between two prompts
+            async with turn:  # Other requests are read between two prompts.
                 prompt = await prompt_of(row.messages) if number else first
             _check_length(len(prompt), row, engine.model_config.max_model_len)
             results = engine.generate(
@@ -162,7 +163,7 @@ async def _all_of(waiting: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
 
 
 def _result(output: Any) -> DiffusionFigures:
-    """The engine's answer to a row; raises ``GenerationError`` where it failed."""
+    """The engine's answer to a row. Raises ``GenerationError`` if it failed."""
     completion = output.outputs[0]
     if completion.finish_reason == "abort":
         raise RetryableRequestError(

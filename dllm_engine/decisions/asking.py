@@ -1,4 +1,4 @@
-"""How a model is asked: the words of the prompt, and the texts that stand for the
+"""Questions for a model: the words of the prompt, and the texts that stand for the
 answers.
 
 A question becomes a row: a prompt, and a decision between the texts of its answers,
@@ -42,10 +42,12 @@ Decisions = Sequence[Mapping[str, Any]]
 """The fields that were decided in each row, in the order of its questions."""
 
 TEMPLATE_FILE = "decision_template.jinja"
-"""In the folder of a checkpoint that brings its own words."""
+"""File in the folder of a checkpoint with its own words."""
 _DEFAULT_TEMPLATE = Path(__file__).with_name("prompt.jinja")
 MOST_LABEL_CHARACTERS = 1 << 20
-"""Limit for all labels of a request; to tokenize so many takes a second or two."""
+"""Limit on the characters of all labels of a request. To tokenize so many takes a
+second or two.
+"""
 _PLACE = "\0"
 """Stands for an answer while a template renders the response."""
 
@@ -59,13 +61,13 @@ class Spelling:
     """The token behind an answer."""
 
     def tokens(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokens of each text; markers in it are text too."""
-        # To wake threads, as ``encode_batch`` does, takes longer than a few texts.
+        """Tokens of each text. Markers in it are read as text."""
+        # ``encode_batch`` wakes threads, which takes longer than a few texts.
         encode = partial(self.tokenizer.encode, add_special_tokens=False)
         return [encode(text).ids for text in texts]
 
     def spells(self, tokens: list[int], text: str) -> bool:
-        """Return True if tokens read as the text does, but for spaces around it."""
+        """Return True if tokens spell the text, apart from spaces around it."""
         written = self.tokenizer.decode(tokens, skip_special_tokens=False)
         return _normal(written) == _normal(text)
 
@@ -80,7 +82,7 @@ class Spelling:
         return self._markers.sub(lambda each: f"{each[0][0]} {each[0][1:]}", text)
 
     def escaped_question(self, question: Question) -> Question:
-        """The question with such texts."""
+        """The question with escaped texts."""
         options = [
             Option(
                 each.label
@@ -126,8 +128,8 @@ def spelling_of(tokenizer: Any) -> Spelling:
 
 
 def _end_of_turn(tokenizer: Any, backend: Tokenizer) -> int | None:
-    """The marker that the chat template writes right behind an answer, or else the end
-    of the text.
+    """The marker that the chat template writes right behind an answer, or the end of
+    the text if there is none.
     """
     end: int | None = tokenizer.eos_token_id
     if not tokenizer.chat_template:
@@ -169,19 +171,19 @@ WAYS: dict[str, Callable[[Question, Spelling], list[str]]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """A prompt that the engine answers in one canvas."""
+    """A prompt whose questions the engine answers in one canvas."""
 
     messages: list[Message]
     params: SamplingParams
     readings: Mapping[int, Reading]
-    """A reading of each question that it answers, by its number in the request."""
+    """A reading of each question that the row answers, by its number in the request."""
 
 
 class Asking:
-    """The way that the model of an engine is asked."""
+    """The questions' form for the model of an engine."""
 
     def __init__(self, options: EngineOptions, model: str, tokenizer: Any) -> None:
-        """``model``: its folder or name.
+        """``model``: folder or name of the model.
 
         Raises ``InvalidRequestError`` for a template that cannot be read.
         """
@@ -197,8 +199,8 @@ class Asking:
         questions: Sequence[Question],
         joint: bool | None = None,
     ) -> list[Row]:
-        """The rows that answer questions about some messages. ``joint``: all in one;
-        None: as the engine was started.
+        """The rows that answer questions about some messages. ``joint``: all questions
+        in one row; None: as the engine was started.
 
         Raises ``QuestionError`` for labels that this model cannot write.
         """
@@ -219,8 +221,8 @@ class Asking:
     def _groups(
         self, questions: Sequence[Question], *, is_joint: bool
     ) -> list[dict[int, Reading]]:
-        """The readings of questions by their numbers, for each row. A question with one
-        option is not asked.
+        """For each row, the readings of its questions by their numbers. A question with
+        one option has no row.
         """
         groups: dict[tuple[int, int], dict[int, Reading]] = {}
         for number, question in enumerate(questions):
@@ -280,7 +282,7 @@ class Asking:
     def _with_question(
         self, messages: Sequence[Message], shown: list[dict[str, Any]]
     ) -> list[Message]:
-        """The messages, of which the last one asks."""
+        """The messages, with the question in the last one."""
         before, text = list(messages), ""
         if before and before[-1]["role"] == "user":
             text = before.pop()["content"]
@@ -309,7 +311,7 @@ class Asking:
     def answers(
         self, questions: Sequence[Question], rows: Sequence[Row], decisions: Decisions
     ) -> list[Answer]:
-        """The answers to all questions, of which ``rows`` were asked."""
+        """The answers to all questions. ``rows`` have those with several options."""
         readings, masses = readings_of(rows, decisions)
         answers = []
         for number, question in enumerate(questions):
@@ -324,8 +326,8 @@ class Asking:
 def readings_of(
     rows: Sequence[Row], decisions: Decisions
 ) -> tuple[dict[int, Readings], dict[int, float]]:
-    """The probabilities of each question's options in their own order, and the label
-    mass of its first reading, of all questions that were asked, by their numbers.
+    """By the number of each question in ``rows``: the probabilities of its options in
+    the order of the question, and the label mass of its first reading.
     """
     readings: dict[int, Readings] = {}
     masses: dict[int, float] = {}
@@ -335,8 +337,8 @@ def readings_of(
             shares = [0.0] * len(reading.order)
             for each in field["distribution"]:
                 shares[reading.order[each["value"]]] = each["probability"]
-            own = readings.setdefault(number, Readings([], []))
-            (own.blank if reading.is_blank else own.asked).append(shares)
+            by_kind = readings.setdefault(number, Readings([], []))
+            (by_kind.blank if reading.is_blank else by_kind.with_input).append(shares)
             masses.setdefault(number, field["label_mass"])
     return readings, masses
 
@@ -350,13 +352,13 @@ def check_files(options: EngineOptions, model: str) -> None:
 def _template_file(options: EngineOptions, model: str) -> Path:
     if options.decision_template is not None:
         return Path(options.decision_template)
-    own = Path(model) / TEMPLATE_FILE
-    return own if own.is_file() else _DEFAULT_TEMPLATE
+    file = Path(model) / TEMPLATE_FILE
+    return file if file.is_file() else _DEFAULT_TEMPLATE
 
 
 @lru_cache(maxsize=4)
 def read_template(path: Path) -> dict[str, Any]:
-    """Names that a template sets; raises ``InvalidRequestError`` where one is missing."""
+    """Names that a template sets. Raises ``InvalidRequestError`` if one is missing."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     try:
         template = environment.from_string(path.read_text(encoding="utf-8"))
@@ -401,8 +403,8 @@ def _packed_decision(
         if not spelling.spells(tokens, literal):
             raise ValueError(f"the tokens of this model do not spell {literal!r}")
     options = []
-    for literal, of_question in zip(literals, answers, strict=False):
-        options.append(_spellings(spelling, literal, of_question))
+    for literal, texts_of_options in zip(literals, answers, strict=False):
+        options.append(_spellings(spelling, literal, texts_of_options))
     if spelling.end_of_turn is not None:
         spelled[-1].append(spelling.end_of_turn)
     return choice_decision(spelled, options, max_search).packed

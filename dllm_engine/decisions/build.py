@@ -1,9 +1,9 @@
 """The graph of tokens that a decision may write: literal text, and the texts of its
 fields.
 
-Literal text and each choice are tokenized on their own. The text of a pattern may be
-spelled by any tokens. A decision is built in a process of its own, for which this
-imports little.
+Literal text and each choice are tokenized separately. The text of a pattern may be
+spelled by any tokens. A decision is built in a separate process, so this module imports
+little.
 """
 
 import json
@@ -29,25 +29,24 @@ from dllm_engine.structured_output.build import BuildInput, Grammar, build
 from dllm_engine.structured_output.compiler import Vocabulary
 
 _SUM_COST = 16
-"""To sum over a transition takes as long as to search so many."""
+"""Cost of summing over a transition. The unit is the search of one transition."""
 _BUILT_AT_ONCE = 8
-"""Transitions that are looked at in the time of a search of one, where a lattice is
-built.
-"""
+"""Number of transitions that building a lattice reads in the time of searching one."""
 _BEGINNING_COST = 200
-"""To go on with a beginning of a text, from a state of a pattern, takes as long as to
-search so many transitions.
+"""Cost of extending a beginning of a text from a state of a pattern, as a number of
+searched transitions.
 """
 _PLACED_AT_ONCE = 8
-"""Tokens at each position that may follow it, which are looked at in the time of a
-search of one transition.
+"""Number of possible next tokens of positions that are read in the time of searching one
+transition.
 """
 _SPARE_BEGINNINGS = 16
-"""A search for ``top_k`` values goes on with at least so many beginnings more from each
+"""A search for ``top_k`` values extends at least this many more beginnings from each
 state.
 """
 _BEGINNINGS_PER_VALUE = 4
-"""Times as many if there is time: all spellings of a probable text may be improbable.
+"""Factor on the number of beginnings if there is time: all spellings of a probable text
+may be improbable.
 """
 
 
@@ -56,7 +55,7 @@ class Texts:
     """Literal text, and the texts of the fields between."""
 
     literals: list[str]
-    """Before each field, and behind the last."""
+    """Text before each field, and behind the last."""
     fields: list[Field]
     choices: list[list[str]]
     """Texts of each field's values; empty for a field with a pattern."""
@@ -65,8 +64,8 @@ class Texts:
 
     @classmethod
     def as_json(cls, fields: Sequence[Field]) -> "Texts":
-        """The text of a JSON object. Quotes around strings are literal text, if a field
-        has nothing else.
+        """The text of a JSON object. If all values of a field are strings, their quotes
+        are literal text.
         """
         literals, choices, before = [], [], "{"
         for field in fields:
@@ -89,11 +88,11 @@ class Texts:
 
     @classmethod
     def in_template(cls, fields: Sequence[Field], template: str) -> "Texts":
-        """A text in which ``{name}`` stands for a field, with strings as they are;
-        ``{{`` and ``}}`` are braces.
+        """The text of a template. ``{name}`` stands for a field; strings have no
+        quotes. ``{{`` and ``}}`` are braces.
 
-        Raises ``ValueError`` for a template without each field once, and for choices of
-        one text.
+        Raises ``ValueError`` if the template does not have each field once, or if two
+        choices of a field have the same text.
         """
         by_name, literals, asked = {field.name: field for field in fields}, [""], []
         try:
@@ -101,7 +100,7 @@ class Texts:
                 literals[-1] += literal
                 if name is not None:
                     if form or conversion or name not in by_name:
-                        raise ValueError(f"{{{name}}} is no field")
+                        raise ValueError(f"{{{name}}} is not a field")
                     asked.append(by_name[name])
                     literals.append("")
             if sorted(field.name for field in asked) != sorted(by_name):
@@ -130,7 +129,7 @@ class Texts:
 
 @dataclass(frozen=True)
 class DecisionInput:
-    """All that a decision is made from, and its limits."""
+    """Input of the build of a decision, and its limits."""
 
     schema: str
     """JSON schema of an object, with a property for each field."""
@@ -138,11 +137,11 @@ class DecisionInput:
     top_k: int
     vocabulary: Vocabulary
     tokenizer: bytes
-    """As ``tokenizer.json``."""
+    """The content of ``tokenizer.json``."""
     max_model_len: int
     max_states: int
     build_seconds: float
-    """Seconds of one core that building it may take."""
+    """Limit on the build's time, in seconds of one core."""
     max_search: int
 
     @property
@@ -150,7 +149,7 @@ class DecisionInput:
         return "fields: their decision"
 
     def run(self) -> bytes:
-        """Build the decision; raises ``ValueError`` with the reason why there is none."""
+        """Build the decision. Raises ``ValueError`` with the reason if there is none."""
         try:
             return build_decision(self).packed
         except (MemoryError, RecursionError) as error:
@@ -161,10 +160,10 @@ class DecisionInput:
 
 
 def build_decision(wanted: DecisionInput) -> Decision:
-    """The decision that writes the texts of its fields.
+    """Build the decision that writes these texts.
 
-    Raises ``ValueError`` naming the field that has no longest text, or that the
-    tokenizer cannot spell, and where the decision is too large.
+    Raises ``ValueError`` if a field has no longest text or cannot be spelled by the
+    tokenizer (it is named), or if the decision is too large.
     """
     fields = read_fields(json.loads(wanted.schema))
     texts = (
@@ -197,7 +196,7 @@ def build_decision(wanted: DecisionInput) -> Decision:
             )
         else:
             raise ValueError(f"{name}: a choice has no text; leave it out")
-        # What is built of the first fields may be too large already.
+        # The first fields may be too large already.
         _check_size(builder.longest, builder.num_edges, wanted)
     builder.literal(
         spelling.tokens_of("the text behind the last field", [texts.literals[-1]])[0]
@@ -220,10 +219,11 @@ def build_decision(wanted: DecisionInput) -> Decision:
 
 
 def _beginnings(graph: Graph, is_pattern: Sequence[bool], wanted: DecisionInput) -> int:
-    """Beginnings of texts that the search for the most probable values goes on with
-    from each state of a pattern.
+    """Number of beginnings of texts that the search for the most probable values
+    extends from each state of a pattern.
 
-    Raises ``ValueError`` where it takes too long with as many as it needs.
+    Raises ``ValueError`` if the search would take too long with the number that it
+    needs.
     """
     edges = graph.edges[np.isin(graph.edges["field"], np.flatnonzero(is_pattern))]
     if not edges.size:
@@ -252,8 +252,8 @@ def _beginnings(graph: Graph, is_pattern: Sequence[bool], wanted: DecisionInput)
 
 
 def _check_size(longest: int, num_edges: int, wanted: DecisionInput) -> None:
-    """Raise ``ValueError`` where texts of up to ``longest`` tokens, with so many edges
-    in all, are too large.
+    """Raise ``ValueError`` if texts of up to ``longest`` tokens, with ``num_edges``
+    edges in all, are too large.
     """
     if longest > wanted.max_model_len:
         raise ValueError(
@@ -284,7 +284,7 @@ class Spelling:
         self._automata: dict[Grammar, Automaton] = {}
 
     def tokens_of(self, name: str, texts: Sequence[str]) -> list[list[int]]:
-        """Tokens of each text; raises ``ValueError`` for one that they do not spell."""
+        """Tokens of each text. Raises ``ValueError`` for a text that they do not spell."""
         encoded = self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
         spelled = self.wanted.vocabulary.spelling
         for text, encoding in zip(texts, encoded, strict=True):
@@ -319,8 +319,8 @@ def choice_decision(
     options: Sequence[Sequence[Sequence[Sequence[int]]]],
     max_search: int,
 ) -> Decision:
-    """The decision between options that are tokenized already. The values of each field
-    are the numbers of its options.
+    """The decision between options that are tokenized already. The value of a field is
+    the number of an option.
 
     Args:
         literals: tokens before each field, and behind the last.
@@ -378,13 +378,14 @@ class GraphBuilder:
         choices: Sequence[Sequence[int]],
         numbers: Sequence[int] | None = None,
     ) -> None:
-        """Add the tokens of each choice, at least one. ``numbers``: of the choices,
-        where one is spelled in several ways; unset: they are counted.
+        """Add the tokens of each choice, at least one token each. ``numbers``: the
+        number of each entry's choice, if a choice has several spellings; None: each
+        entry is the next choice.
         """
         self.longest += max(map(len, choices))
         end, rows = self._new_state(), []
         seconds = [self._new_state() if len(tokens) > 1 else end for tokens in choices]
-        """State behind the first token of each."""
+        """State behind the first token of each choice."""
         for source, tokens in zip(seconds, choices, strict=True):
             for left, token in zip(
                 reversed(range(len(tokens) - 1)), tokens[1:], strict=True
@@ -410,8 +411,8 @@ class GraphBuilder:
         self.ends = [end]
 
     def pattern(self, field: int, name: str, automaton: Automaton) -> None:
-        """Add the texts of an automaton; raises ``ValueError`` where they have no
-        bound, or one is empty.
+        """Add the texts of an automaton. Raises ``ValueError`` if their length has no
+        bound, or if one is empty.
         """
         if not _is_bounded(automaton):
             raise ValueError(

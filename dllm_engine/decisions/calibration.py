@@ -1,4 +1,4 @@
-"""Calibration: what ``dllm calibrate`` fitted on labelled questions, and servers apply."""
+"""Calibration, which ``dllm calibrate`` fits to labelled questions and servers apply."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,14 +15,14 @@ from dllm_engine.text import explain
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 SMALLEST = 1e-12
-"""Probabilities below it count as this much."""
+"""Lower limit of probabilities."""
 MOST_ORDERS = 4
-"""Orders of the options of a choice over which a correction takes the mean."""
+"""Limit on the orders of a choice's options over which a correction takes the mean."""
 
 
 class Reading(NamedTuple):
-    """One way to read a question: the options in this order, about the input or about
-    nothing.
+    """One way to ask a question: the options in this order, about the input or without
+    an input.
     """
 
     order: tuple[int, ...]
@@ -30,11 +30,12 @@ class Reading(NamedTuple):
 
 
 class Readings(NamedTuple):
-    """Probabilities of a question's options in several readings, first in the order as
-    given. Those about nothing are empty where they are not needed.
+    """Probabilities of a question's options in several readings, with the input and
+    without (``blank``). The order of the question comes first. ``blank`` is empty if no
+    correction needs it.
     """
 
-    asked: list[list[float]]
+    with_input: list[list[float]]
     blank: list[list[float]]
 
 
@@ -47,9 +48,9 @@ class Correction:
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    """Above 1 the answers are less sure."""
+    """A temperature above 1 makes the answers less sure."""
     orders: Annotated[int, Field(ge=1, le=MOST_ORDERS)] = 1
-    """In so many orders the options are listed, if they have so many."""
+    """Number of orders in which the options are listed, if they have so many."""
     has_prior: bool = False
     """Divide by the probabilities that the options have without an input."""
 
@@ -64,8 +65,8 @@ class Correction:
     def applied(self, readings: Readings) -> np.ndarray:
         """Probabilities of the options of a question."""
         if self == Correction():
-            return np.array(readings.asked[0])
-        logs = _log_mean(readings.asked[: self.orders])
+            return np.array(readings.with_input[0])
+        logs = _log_mean(readings.with_input[: self.orders])
         if self.has_prior:
             logs = logs - _log_mean(readings.blank[: self.orders])
         logs = logs / self.temperature
@@ -95,7 +96,7 @@ class Calibration:
 
     @classmethod
     def read(cls, path: str | None) -> "Calibration":
-        """The calibration in a file; raises ``ValueError`` for one that has none."""
+        """The calibration in a file. Raises ``ValueError`` if there is none in it."""
         return cls() if path is None else _read(path)
 
     def of(self, kind: Kind) -> Correction:
@@ -116,7 +117,7 @@ def _read(path: str) -> Calibration:
         corrections = _CORRECTIONS.validate_json(content, strict=True)
     except ValidationError as error:
         raise ValueError(
-            f"decision_calibration={path!r} is no file that dllm calibrate wrote: "
+            f"decision_calibration={path!r} is not a file that dllm calibrate wrote: "
             f"{explain(error, '')}"
         ) from None
     except OSError as error:

@@ -1,5 +1,5 @@
-"""Fields of a decision, from a JSON schema. They are read where a decision is built, so
-this imports little.
+"""Fields of a decision, from a JSON schema. The process that builds a decision reads
+them, so this module imports little.
 """
 
 import json
@@ -12,8 +12,8 @@ from jsonschema import Draft202012Validator
 from dllm_engine.structured_output.json_schema import BOUNDS, integer_range
 
 MOST_FIELDS, MOST_CHOICES = 256, 1024
-"""Limits of one decision, and of one field. An integer of a larger range is a field of
-a pattern.
+"""Limits on the fields of a decision and on the choices of a field. An integer of a
+larger range is a field with a pattern.
 """
 _ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "$comment"}
 _OF_OBJECT = {
@@ -36,9 +36,9 @@ _KINDS = (
 class Field:
     name: str
     values: Sequence[Any] | None
-    """Its choices; None: any text of ``schema``."""
+    """The field's choices; None: any text of ``schema``."""
     schema: dict[str, Any]
-    """Schema of a pattern, or of an integer of a large range."""
+    """Schema of a field with a pattern, or of an integer with a large range."""
 
 
 def read_fields(schema: Any) -> list[Field]:
@@ -60,19 +60,19 @@ def read_fields(schema: Any) -> list[Field]:
     if not isinstance(required, list) or not all(
         isinstance(name, str) for name in required
     ):
-        raise ValueError("fields: required is no list of names of properties")
+        raise ValueError("fields: required is not a list of names of properties")
     if not 1 <= len(properties) <= MOST_FIELDS:
         raise ValueError(
             f"fields: {len(properties)} properties; a decision has 1 … {MOST_FIELDS} "
             f"fields"
         )
-    return [_field(name, given) for name, given in properties.items()]
+    return [_field(name, field_schema) for name, field_schema in properties.items()]
 
 
 def _field(name: str, schema: Any) -> Field:
     if not isinstance(schema, dict):
         raise ValueError(
-            f"fields.{name}: {schema!r} is no schema of a field, which is {_KINDS}"
+            f"fields.{name}: {schema!r} is not a schema of a field, which is {_KINDS}"
         )
     kind, keywords = schema.get("type"), schema.keys() - _ANNOTATIONS - {"type"}
     if keywords in ({"enum"}, {"const"}):
@@ -116,7 +116,7 @@ def _choices(name: str, values: Any, kind: Any) -> list[Any]:
         )
         if isinstance(value, list | dict) or not suits:
             raise ValueError(
-                f"fields.{name}: the choice {value!r} is no "
+                f"fields.{name}: the choice {value!r} is not of type "
                 f"{kind or 'text, number or literal'}"
             )
         _check_size(name, value)
@@ -149,7 +149,7 @@ def _integer(name: str, bounds: dict[str, Any]) -> Field:
 
 
 def _check_size(name: str, value: Any) -> None:
-    """Refuse an integer that the engine's messages have no room for."""
+    """Refuse an integer that is too large for the engine's messages."""
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise ValueError(
             f"fields.{name}: {str(value)[:30]}… has more than 64 bits; make it a text"

@@ -1,5 +1,6 @@
-"""Decisions of fields over HTTP: ``/v1/decisions``, and OpenAI's ``response_format`` with
-``logprobs``, which is a decision where its JSON schema has the fields of one."""
+"""Decisions of fields over HTTP: ``/v1/decisions``, and OpenAI's ``response_format``
+with ``logprobs``, which is a decision if its JSON schema has fields that a decision can
+have."""
 
 import time
 from typing import Any
@@ -25,11 +26,11 @@ from dllm_engine.vllm_hooks.server.prompts import PromptRequest, prompt_tokens
 
 MOST_VALUES = 100
 _GENERATES = "temperature min_tokens logit_bias ignore_eos stop_token_ids structured_outputs tools stream".split()
-"""Fields of a request that only generation has, or that a decision refuses."""
+"""Fields of a request that only generation supports, or that a decision refuses."""
 
 
 class DecisionRequest(PromptRequest):
-    """The body of a request. A prompt or messages, and the fields that are decided."""
+    """The body of a request: a prompt or messages, and the fields to decide."""
 
     fields: dict[str, Any]
     """JSON schema of an object."""
@@ -71,7 +72,7 @@ async def create_decision(
     }
     figures = decision.figures.to_json()
     fields = figures.pop("decision")
-    figures.pop("trace", None)  # a body cannot ask for it
+    figures.pop("trace", None)  # A body cannot ask for it.
     body = {
         "id": request_id,
         "object": "decision",
@@ -90,9 +91,9 @@ async def settle_decision(request: Any, serving: Any) -> None:
     """Turn a greedy request for log-probabilities of a JSON text into a decision, if it
     asks for nothing else.
 
-    All properties must be required. Other requests generate their text, and so do those
-    whose ``max_tokens`` is less than the longest text. ``serving``: the object of
-    vLLM's server that has the request.
+    All properties must be required. Other requests generate their text, and so do
+    requests whose ``max_tokens`` is less than the longest text. ``serving``: the object
+    of vLLM's server that answers the request.
     """
     wanted: Any = getattr(request, "response_format", None)
     if getattr(wanted, "type", None) != "json_schema" or wanted.json_schema is None:

@@ -41,7 +41,7 @@ _PARTS = {
 """Parts of each role's messages."""
 _OUTPUT_PARTS = ("input_text", "input_image")
 _CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
-"""Key of what a tool is called with."""
+"""Key of a tool call's arguments."""
 _OUTPUTS = {
     "function_call_output": "function_call",
     "custom_tool_call_output": "custom_tool_call",
@@ -51,15 +51,16 @@ _DEEPEST_JSON, _MOST_JSON_VALUES, _MOST_JSON_BYTES = 32, 10_000, 256 << 10
 
 
 def read_request(body: dict[str, Any]) -> tuple[list[Message], list[Question]]:
-    """The input as messages, and the questions; raises ``QuestionError``."""
-    asked = [name for name in OF_QUESTIONS if name in body]
-    if not asked:
+    """The input as messages, and the questions. Raises ``QuestionError``."""
+    names = [name for name in OF_QUESTIONS if name in body]
+    if not names:
         raise QuestionError(
             [], "Give a JSON object with input and questions, or with fields."
         )
     if "fields" in body:
         raise QuestionError(
-            ["fields"], f"fields and {asked[0]} are two forms of a decision; give one"
+            ["fields"],
+            f"fields and {names[0]} are two forms of a decision; give one",
         )
     _refuse_unknown(body, _FIELDS, [])
     for name, longest in (("safety_identifier", 128), ("prompt_cache_key", 64)):
@@ -68,37 +69,40 @@ def read_request(body: dict[str, Any]) -> tuple[list[Message], list[Question]]:
     return read_input(body.get("input")), read_questions(body.get("questions"))
 
 
-def read_questions(given: Any) -> list[Question]:
-    """Questions of a request's body; raises ``QuestionError``."""
-    if not isinstance(given, list) or not 1 <= len(given) <= MOST_QUESTIONS:
+def read_questions(questions: Any) -> list[Question]:
+    """Questions of a request's body. Raises ``QuestionError``."""
+    if not isinstance(questions, list) or not 1 <= len(questions) <= MOST_QUESTIONS:
         raise QuestionError(
             ["questions"], f"Provide a list of 1 to {MOST_QUESTIONS} questions."
         )
-    return [read_question(each, ["questions", i]) for i, each in enumerate(given)]
+    return [
+        read_question(question, ["questions", i])
+        for i, question in enumerate(questions)
+    ]
 
 
-def read_question(given: Any, place: list[str | int]) -> Question:
-    """A question that stands at ``place`` in its request."""
-    given = _object(given, place)
-    kind = given.get("type")
+def read_question(question: Any, place: list[str | int]) -> Question:
+    """The question at ``place`` in its request."""
+    question = _object(question, place)
+    kind = question.get("type")
     known = {"type", "name", "instructions"}
-    _optional_text(given, "name", place)
+    _optional_text(question, "name", place)
     if kind not in ("predicate", "choice", "score"):
         raise QuestionError(
             [*place, "type"], "Expected 'predicate', 'choice' or 'score'."
         )
     if kind != "predicate":
         known.add("choices" if kind == "choice" else "levels")
-    _refuse_unknown(given, known, place)
+    _refuse_unknown(question, known, place)
     instructions = _content(
-        given.get("instructions"), _PARTS["user"], [*place, "instructions"]
+        question.get("instructions"), _PARTS["user"], [*place, "instructions"]
     )
     if kind == "predicate":
         return yes_no(instructions)
     if kind == "score":
-        levels = _options(given, "levels", "label", str, place)
+        levels = _options(question, "levels", "label", str, place)
         return Question("score", instructions, levels)
-    choices = _options(given, "choices", "value", str | bool, place)
+    choices = _options(question, "choices", "value", str | bool, place)
     if len({(type(each.label), each.label) for each in choices}) < len(choices):
         raise QuestionError([*place, "choices"], "Each choice must be unique.")
     return Question("choice", instructions, choices)
@@ -107,30 +111,31 @@ def read_question(given: Any, place: list[str | int]) -> Question:
 def _options(
     question: dict[str, Any], of: str, label: str, kinds: Any, place: list[str | int]
 ) -> tuple[Option, ...]:
-    """The options that a question has as ``of``, with labels of these kinds."""
-    given, place = question.get(of), [*place, of]
-    if not isinstance(given, list) or not 2 <= len(given) <= MOST_OPTIONS:
+    """The options in the question's field ``of``, with labels of these kinds."""
+    entries, place = question.get(of), [*place, of]
+    if not isinstance(entries, list) or not 2 <= len(entries) <= MOST_OPTIONS:
         raise QuestionError(place, f"Provide between 2 and {MOST_OPTIONS} {of}.")
     options = []
-    for i, each in enumerate(given):
-        option, own = _object(each, [*place, i], {label, "description"}), [*place, i]
+    for i, entry in enumerate(entries):
+        option_place = [*place, i]
+        option = _object(entry, option_place, {label, "description"})
         if not isinstance(option.get(label), kinds):
             expected = "string" if kinds is str else "string or boolean"
-            raise QuestionError([*own, label], f"Expected a {expected}.")
-        description = _optional_text(option, "description", own)
+            raise QuestionError([*option_place, label], f"Expected a {expected}.")
+        description = _optional_text(option, "description", option_place)
         options.append(Option(option[label], description or ""))
     return tuple(options)
 
 
-def read_input(given: Any) -> list[Message]:
+def read_input(items: Any) -> list[Message]:
     """The evidence as messages of a chat."""
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
-    if not isinstance(given, list):
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    if not isinstance(items, list):
         raise QuestionError(["input"], "Provide a string, or a list of items.")
     messages, calls = [], set()
-    for i, each in enumerate(given):
-        item = _object(each, ["input", i])
+    for i, entry in enumerate(items):
+        item = _object(entry, ["input", i])
         kind = str(item.get("type", "message"))
         if kind == "message":
             messages.append(_message(item, ["input", i]))
@@ -168,7 +173,7 @@ def _message(item: dict[str, Any], place: list[str | int]) -> Message:
 
 
 def _tool_call(item: dict[str, Any], kind: str, place: list[str | int]) -> Message:
-    """The call as text: not every chat template has tools."""
+    """The call as text, because not every chat template has tools."""
     for name in ("call_id", "name", _CALLS[kind]):
         if not isinstance(item.get(name), str):
             raise QuestionError([*place, name], "Expected a string.")
@@ -177,29 +182,30 @@ def _tool_call(item: dict[str, Any], kind: str, place: list[str | int]) -> Messa
     return {"role": "assistant", "content": f"<tool_call>\n{text}\n</tool_call>"}
 
 
-def _content(given: Any, kinds: Sequence[str], place: list[str | int]) -> str:
-    """A text, or parts of these kinds as one text."""
-    if isinstance(given, str):
-        return given
-    if not isinstance(given, list):
+def _content(content: Any, kinds: Sequence[str], place: list[str | int]) -> str:
+    """The text of a content: a text, or parts of these kinds."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
         raise QuestionError(place, "Expected a string, or a list of parts.")
     texts = []
-    for i, each in enumerate(given):
-        part, own = _object(each, [*place, i]), [*place, i]
+    for i, entry in enumerate(content):
+        part_place = [*place, i]
+        part = _object(entry, part_place)
         kind = str(part.get("type"))
         if kind not in kinds:
             known = ", ".join(map(repr, kinds))
-            raise QuestionError([*own, "type"], f"Expected one of {known}.")
+            raise QuestionError([*part_place, "type"], f"Expected one of {known}.")
         if kind == "input_image":
             raise QuestionError(
-                own, "input_image is not supported: this model reads text only."
+                part_place, "input_image is not supported: this model reads text only."
             )
         if kind == "input_json":
-            texts.append(_json_text(part.get("data"), [*own, "data"]))
+            texts.append(_json_text(part.get("data"), [*part_place, "data"]))
         elif isinstance(part.get(_TEXT[kind]), str):
             texts.append(part[_TEXT[kind]])
         else:
-            raise QuestionError([*own, _TEXT[kind]], "Expected a string.")
+            raise QuestionError([*part_place, _TEXT[kind]], "Expected a string.")
     return "\n".join(texts)
 
 
@@ -228,27 +234,27 @@ def _json_text(data: Any, place: list[str | int]) -> str:
 
 
 def _object(
-    given: Any, place: list[str | int], known: set[str] | None = None
+    value: Any, place: list[str | int], known: set[str] | None = None
 ) -> dict[str, Any]:
-    if not isinstance(given, dict):
+    if not isinstance(value, dict):
         raise QuestionError(place, "Expected an object.")
     if known is not None:
-        _refuse_unknown(given, known, place)
-    return given
+        _refuse_unknown(value, known, place)
+    return value
 
 
 def _refuse_unknown(
-    given: dict[str, Any], known: set[str], place: list[str | int]
+    fields: dict[str, Any], known: set[str], place: list[str | int]
 ) -> None:
-    for name in given.keys() - known:
+    for name in fields.keys() - known:
         error = QuestionError([*place, name], "")
         raise QuestionError(error.place, f"Unknown parameter: '{error.path}'.")
 
 
 def _optional_text(
-    given: dict[str, Any], name: str, place: list[str | int]
+    fields: dict[str, Any], name: str, place: list[str | int]
 ) -> str | None:
-    text = given.get(name)
+    text = fields.get(name)
     if text is not None and not isinstance(text, str):
         raise QuestionError([*place, name], "Expected a string.")
     return text
@@ -256,7 +262,7 @@ def _optional_text(
 
 def response(body: dict[str, Any], model: str, answered: Answered) -> dict[str, Any]:
     """The body of an answer."""
-    names = [given.get("name") for given in body["questions"]]
+    names = [question.get("name") for question in body["questions"]]
     usage = {
         "input_tokens": answered.num_tokens,
         "input_tokens_details": {
@@ -280,18 +286,18 @@ def answer_form(answer: Answer, name: str | None) -> dict[str, Any]:
     options = zip(answer.question.options, answer.probabilities, strict=True)
     if answer.question.kind == "choice":
         listed = [{"value": each.label, "probability": p} for each, p in options]
-        own = {"type": "choice", "choice": answer.value}
+        form = {"type": "choice", "choice": answer.value}
     else:
         listed = [
             {"value": i, "label": each.label, "probability": p}
             for i, (each, p) in enumerate(options)
         ]
-        own = {"type": "score", "score": answer.score}
-    return {**own, "probabilities": listed, "confidence": answer.confidence, **extra}
+        form = {"type": "score", "score": answer.score}
+    return {**form, "probabilities": listed, "confidence": answer.confidence, **extra}
 
 
 def refusal(body: Any, error: QuestionError) -> dict[str, Any]:
-    """The body of an answer that says what is wrong with the request."""
+    """The body of a refusal, with what is wrong in the request."""
     return _error(error.message, "invalid_request_error", error.path, None)
 
 
@@ -300,7 +306,7 @@ def failure(status: int, message: str, code: str) -> dict[str, Any]:
     kind = "invalid_request_error" if status < 500 else "server_error"
     if status == 404:
         return _error(message, kind, "model", "model_not_found")
-    if code:  # clients look for these words
+    if code:  # Clients look for these words.
         message = f"Input tokens exceed the configured limit. {message}"
     return _error(message, kind, "input" if code else None, code or None)
 

@@ -1,5 +1,5 @@
-"""Questions with a probability for each possible answer, whatever protocol they came
-in: yes or no, a choice of labels, a score over ordered levels.
+"""Questions with a probability for each possible answer, in any protocol: yes or no, a
+choice of labels, a score over ordered levels.
 """
 
 import json
@@ -25,7 +25,7 @@ class QuestionError(ValueError):
     """A question that cannot be answered, and where it stands in the request."""
 
     def __init__(self, place: Sequence[str | int], message: str) -> None:
-        """``place``: keys and indexes that lead to what is wrong."""
+        """``place``: keys and indices of the wrong value in the request."""
         super().__init__(message)
         self.place = tuple(place)
         self.message = message
@@ -49,7 +49,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Question:
-    """A question and its options: of yes or no, first yes; of a score, its levels from
+    """A question and its options. Yes comes before no; the levels of a score begin with
     0.
     """
 
@@ -59,8 +59,8 @@ class Question:
 
     @property
     def labels(self) -> list[str]:
-        """The text of each option's label. Where two would be equal, or one empty, all
-        are written as JSON; levels that are equal even so are numbered.
+        """The text of each option's label. If two texts would be equal, or one empty,
+        all are written as JSON. Levels that are still equal are numbered.
         """
         texts = [_plain(option.label) for option in self.options]
         if not all(texts) or len({*texts}) < len(texts):
@@ -72,13 +72,13 @@ class Question:
 
 
 def yes_no(instructions: str, if_true: str = "", if_false: str = "") -> Question:
-    """``if_true``, ``if_false``: what speaks for either answer."""
+    """``if_true``, ``if_false``: criteria for either answer."""
     options = Option("Yes", if_true), Option("No", if_false)
     return Question("yes_no", instructions, options)
 
 
 def as_text(content: Any) -> str:
-    """Content that may be a text or anything of JSON."""
+    """The text of a content, which may be a text or any JSON value."""
     return (
         content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
     )
@@ -95,8 +95,8 @@ class Answer:
     question: Question
     probabilities: tuple[float, ...]
     label_mass: float
-    """Share of the model's probability that the offered answers have together. Little:
-    it would have answered something else.
+    """Share of the model's probability that the offered answers have together. If it is
+    small, the model would have answered something else.
     """
 
     @property
@@ -106,7 +106,7 @@ class Answer:
 
     @property
     def value(self) -> Any:
-        """The label of a choice, whether it is yes, or the number of a level."""
+        """The label of a choice, True for yes, or the number of a level."""
         if self.question.kind == "choice":
             return self.question.options[self.best].label
         return self.best == 0 if self.question.kind == "yes_no" else self.best
@@ -120,8 +120,9 @@ class Answer:
 
     @property
     def confidence(self) -> float:
-        """From 0, all options alike, to 1: how much a choice prefers its best option,
-        or how near the probability of a score is to its best level.
+        """A number from 0 (all options are equally probable) to 1: how much a choice
+        prefers its best option, or how near the probability of a score is to its best
+        level.
         """
         count = len(self.probabilities)
         if count == 1:
@@ -141,15 +142,15 @@ def _clamped(share: float) -> float:
 def answered(
     question: Question, shares: Sequence[float] | np.ndarray, label_mass: float
 ) -> Answer:
-    """The answer of which the options have these shares of probability."""
+    """The answer whose options have these shares of probability."""
     total = np.asarray(shares, np.float64)
     probabilities = (total / total.sum()).clip(0.0, 1.0)
     return Answer(question, tuple(probabilities.tolist()), _clamped(label_mass))
 
 
 class Answered(NamedTuple):
-    """Answers to questions. The prompts of all rows have ``num_tokens``, of which
-    ``num_shared`` were read from pages that other rows share.
+    """Answers to questions. The prompts of all rows have ``num_tokens`` tokens;
+    ``num_shared`` of them were read from pages that rows share.
     """
 
     answers: list[Answer]

@@ -26,8 +26,7 @@ from dllm_engine.structured_output.requests import (
 from dllm_engine.text import is_text
 
 TOP_K = 5
-"""Values that are reported of a field with a pattern, unless a request says otherwise.
-"""
+"""Default number of values that are reported of a field with a pattern."""
 
 
 class DecisionOutput(NamedTuple):
@@ -44,7 +43,8 @@ class DecisionOutput(NamedTuple):
     text: str
     """The most probable text: a JSON object, or the template."""
     figures: DiffusionFigures
-    """If the request failed, ``figures.error`` says why, and there are no values."""
+    """If the request failed, ``figures.error`` is the reason, and there are no values.
+    """
 
     @classmethod
     def of(cls, output: RequestOutput) -> "DecisionOutput":
@@ -63,30 +63,30 @@ def schema_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     all fields stays as it is."""
     if fields.get("type") == "object" and isinstance(fields.get("properties"), dict):
         return dict(fields)
-    properties = {name: _property(name, given) for name, given in fields.items()}
+    properties = {name: _property(name, field) for name, field in fields.items()}
     return {"type": "object", "properties": properties, "required": [*properties]}
 
 
-def _property(name: str, given: Any) -> dict[str, Any]:
-    match given:
+def _property(name: str, field: Any) -> dict[str, Any]:
+    match field:
         case dict():
-            return given
-        case type() if given is bool:
+            return field
+        case type() if field is bool:
             return {"type": "boolean"}
-        case range() if given.step == 1 and len(given):
+        case range() if field.step == 1 and len(field):
             return {
                 "type": "integer",
-                "minimum": given.start,
-                "maximum": given.stop - 1,
+                "minimum": field.start,
+                "maximum": field.stop - 1,
             }
         case re.Pattern() if (
-            isinstance(given.pattern, str) and given.flags == re.UNICODE
+            isinstance(field.pattern, str) and field.flags == re.UNICODE
         ):
-            return {"type": "string", "pattern": f"^(?:{given.pattern})$"}
-        case list() | tuple() | range() if len(given):
-            return {"enum": list(given)}
+            return {"type": "string", "pattern": f"^(?:{field.pattern})$"}
+        case list() | tuple() | range() if len(field):
+            return {"enum": list(field)}
     raise InvalidRequestError(
-        f"fields.{name}={given!r}: give bool, a range, a compiled regular expression "
+        f"fields.{name}={field!r}: give bool, a range, a compiled regular expression "
         f"without flags, a list of choices, or a JSON schema"
     )
 
@@ -120,11 +120,11 @@ async def decision_params_when_built(
     passes: int = 1,
     top_k: int = TOP_K,
 ) -> SamplingParams:
-    """Call ``decision_params`` without holding up the event loop."""
-    wanted = await reading(
+    """Call ``decision_params`` without blocking the event loop."""
+    decision_input = await reading(
         _decision_input, schema, template, top_k, tokenizer, vllm_config
     )
-    return _params(await when_built(wanted), passes)
+    return _params(await when_built(decision_input), passes)
 
 
 def _params(packed: bytes, passes: int) -> SamplingParams:
@@ -140,14 +140,16 @@ def _params(packed: bytes, passes: int) -> SamplingParams:
 def _decision_input(
     schema: Any, template: str | None, top_k: int, tokenizer: Any, vllm_config: Any
 ) -> DecisionInput:
-    """Input of a decision's build; raises ``InvalidRequestError`` for a schema or
-    template that is no text, or too long.
+    """Input of a decision's build. Raises ``InvalidRequestError`` for a schema or
+    template that is not a text or is too long.
     """
     text = schema_text(schema, "fields")
     check_size(text, "fields", "ask for fewer fields, or leave out descriptions")
     if template is not None:
         if not isinstance(template, str) or not is_text(template):
-            raise InvalidRequestError("template: it is no valid Unicode text; give one")
+            raise InvalidRequestError(
+                "template: it is not valid Unicode text; give one"
+            )
         check_size(template, "template", "shorten it")
     model_config = vllm_config.model_config
     engine = EngineOptions.from_vllm_config(vllm_config)

@@ -1,4 +1,4 @@
-"""``/v1/decisions`` and ``/v1/systemone``: which protocol a body speaks, and the
+"""The routes ``/v1/decisions`` and ``/v1/systemone``: the protocol of a body, and the
 answers in that protocol. ``/v1/models`` for the clients of both.
 """
 
@@ -22,11 +22,13 @@ from dllm_engine.decisions.questions import QuestionError
 
 DECISIONS, SYSTEM_ONE, MODELS = "/v1/decisions", "/v1/systemone", "/v1/models"
 ROUTES = (DECISIONS, SYSTEM_ONE, MODELS)
-"""The routes that stand before vLLM's own."""
+"""The routes that come before vLLM's."""
 
 
 async def _read_body(raw_request: Request) -> bytes:
-    """The body. Read before a handler runs: it watches what the client sends then."""
+    """The body. It is read before a handler runs, because the handler then watches the
+    client's messages.
+    """
     return await raw_request.body()
 
 
@@ -45,7 +47,7 @@ def add_routes(app: Any) -> None:
 
     async def create_system_one(body: Body, raw_request: Request) -> JSONResponse:
         kind = raw_request.headers.get("content-type", "")
-        # Only images come in a form.
+        # Only images are sent in a form.
         is_form = kind.startswith("multipart/form-data")
         read = {"assets": {}} if is_form else _parsed(body)
         return await _answered(systemone_form, read, raw_request)
@@ -59,8 +61,8 @@ def add_routes(app: Any) -> None:
             {"name": name, "description": f"{names[0]} on this server"}
             for name in (*names, systemone_form.DEFAULT_MODEL)
         ]
-        of_typesafe = [{**each, "release_date": since} for each in listed]
-        return JSONResponse({**shown, "models": of_typesafe})
+        typesafe_models = [{**each, "release_date": since} for each in listed]
+        return JSONResponse({**shown, "models": typesafe_models})
 
     for route, handler in (
         (DECISIONS, create_decision),
@@ -83,7 +85,9 @@ def _is_system_one(body: Any) -> bool:
 
 
 def _parsed(body: bytes) -> Any:
-    """The body as JSON; None where it is none, or holds what JSON has no text for."""
+    """The body as JSON; None if it is not JSON or has a value that cannot be written as
+    JSON.
+    """
     try:
         read = json.loads(body, parse_constant=_refuse_constant)
         json.dumps(read, ensure_ascii=False).encode()
@@ -93,7 +97,7 @@ def _parsed(body: bytes) -> Any:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _fields_of(body: dict[str, Any]) -> http.DecisionRequest:
@@ -104,7 +108,7 @@ def _fields_of(body: dict[str, Any]) -> http.DecisionRequest:
 
 
 async def _answered(protocol: Any, body: Any, raw_request: Request) -> JSONResponse:
-    """The answer in a protocol, and its errors. ``protocol``: ``openai_form`` or
+    """The answer or error in the form of a protocol. ``protocol``: ``openai_form`` or
     ``systemone_form``.
     """
     request_id = f"decision-{random_uuid()}"

@@ -17,7 +17,7 @@ from dllm_engine.decisions.questions import (
 
 REFUSAL_STATUS = 422
 DEFAULT_MODEL = "jev-latest"
-"""The model name of clients that name none."""
+"""The model's name if a client names none."""
 MOST_LEVELS = 10
 """The most levels of a score."""
 _KINDS = ("noul", "choice", "score")
@@ -40,23 +40,23 @@ def read_request(body: dict[str, Any]) -> tuple[list[Message], list[Question]]:
     return messages, [_question(name, each) for name, each in questions.items()]
 
 
-def _question(name: str, given: Any) -> Question:
+def _question(name: str, question: Any) -> Question:
     place: list[str | int] = ["questions", name]
     if not name:
         raise QuestionError(place, "a question needs a name")
-    if not isinstance(given, dict):
+    if not isinstance(question, dict):
         raise QuestionError(place, "a question must be an object")
-    kind = given.get("type")
+    kind = question.get("type")
     if kind not in _KINDS:
         about = "box is for images, which are not supported; " * (kind == "box")
         raise QuestionError(
             [*place, "type"], f"{about}type must be one of {', '.join(_KINDS)}"
         )
     place.append(kind)
-    instructions, text = given.get("instructions"), ""
+    instructions, text = question.get("instructions"), ""
     if instructions is not None:
         text = _content(instructions, [*place, "instructions"])
-    criteria, place = given.get("criteria"), [*place, "criteria"]
+    criteria, place = question.get("criteria"), [*place, "criteria"]
     if kind == "noul":
         sides = _sides(criteria, place)
         if instructions is None and not sides:
@@ -68,7 +68,7 @@ def _question(name: str, given: Any) -> Question:
 
 
 def _sides(criteria: Any, place: list[str | int]) -> dict[str, str]:
-    """Criteria of yes or no; those that are not null."""
+    """Criteria of yes or no that are not null."""
     if criteria is None:
         return {}
     if not isinstance(criteria, dict) or criteria.keys() - {"true", "false"}:
@@ -101,26 +101,26 @@ def _levels(criteria: Any, place: list[str | int]) -> tuple[Option, ...]:
     )
 
 
-def _content(given: Any, place: list[str | int]) -> str:
+def _content(content: Any, place: list[str | int]) -> str:
     """The text of a content."""
-    if not isinstance(given, str | dict | list):
+    if not isinstance(content, str | dict | list):
         name = ".".join(map(str, place))
         raise QuestionError(place, f"{name} must be a string, an object or an array")
-    return as_text(given)
+    return as_text(content)
 
 
-def answer_form(answer: Answer, given: dict[str, Any]) -> dict[str, Any]:
-    """An answer as the protocol has it, with ``x_label_mass``. ``given``: the question
-    in the request's body.
+def answer_form(answer: Answer, question: dict[str, Any]) -> dict[str, Any]:
+    """An answer in the form of the protocol, with ``x_label_mass``. ``question``: the
+    question in the request's body.
     """
-    kind, extra = given["type"], {"x_label_mass": answer.label_mass}
+    kind, extra = question["type"], {"x_label_mass": answer.label_mass}
     if kind == "noul":
         return {"type": kind, "noul": answer.probabilities[0], **extra}
     extra = {"confidence": answer.confidence, **extra}
     if kind == "choice":
-        listed = dict(zip(given["criteria"], answer.probabilities, strict=True))
+        listed = dict(zip(question["criteria"], answer.probabilities, strict=True))
         return {"type": kind, "choice": answer.value, "probabilities": listed, **extra}
-    levels = given["criteria"]
+    levels = question["criteria"]
     return {
         "type": kind,
         "score": answer.score,
@@ -132,18 +132,19 @@ def answer_form(answer: Answer, given: dict[str, Any]) -> dict[str, Any]:
 
 def response(body: dict[str, Any], model: str, answered: Answered) -> dict[str, Any]:
     """The body of an answer."""
-    asked = zip(body["questions"].items(), answered.answers, strict=True)
+    answers_by_question = zip(body["questions"].items(), answered.answers, strict=True)
     return {
         "model": model,
         "answers": {
-            name: answer_form(answer, given) for (name, given), answer in asked
+            name: answer_form(answer, question)
+            for (name, question), answer in answers_by_question
         },
         "usage": {"input_tokens": answered.num_tokens, "output_tokens": 0},
     }
 
 
 def refusal(body: Any, error: QuestionError) -> dict[str, Any]:
-    """The body of an answer that says what is wrong with the request."""
+    """The body of a refusal, with what is wrong in the request."""
     place = list(error.place)
     if len(place) > 1 and isinstance(place[1], int):
         place[1] = [*body["questions"]][place[1]]

@@ -1,11 +1,12 @@
-"""Questions about a canvas that no step of a request has."""
+"""Probes: log-probabilities of tokens in a canvas that is not a step of a request."""
 
 from typing import NamedTuple
 
 
 class Probe(NamedTuple):
-    """A canvas, and what is asked about it: the log-probability of each of ``tokens``
-    at the masked position beside it. A position may have several tokens.
+    """A canvas, and the tokens whose log-probabilities are wanted: of each of
+    ``tokens`` at the position in ``masked`` with the same index. A position may have
+    several tokens.
     """
 
     canvas: list[int]
@@ -18,5 +19,5 @@ class Logprobs(NamedTuple):
     positions.
     """
 
-    asked: list[float]
+    tokens: list[float]
     likeliest: list[float]

@@ -95,7 +95,7 @@ def merged(original: str, snippet: str, encode: Encode | None) -> Passes[str]:
             answers = iter((yield [probe for _, _, probe in probes]))
             gains = [0.0] * len(places)
             for place, sign, _ in probes:
-                gains[place] += sign * sum(next(answers).asked)
+                gains[place] += sign * sum(next(answers).tokens)
             places = [places[gains.index(max(gains))]]
         if not places:
             raise InvalidRequestError(

@@ -111,7 +111,7 @@ def _parsed(body: bytes, kind: Any) -> Any:
         fields = json.loads(body)
         json.dumps(fields, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"the body is no JSON: {error}") from None
+        raise InvalidRequestError(f"the body is not JSON: {error}") from None
     try:
         read: BaseModel = kind.model_validate(fields)
     except ValidationError as error:

@@ -161,4 +161,4 @@ async def _logprobs(
 ) -> AsyncIterator[list[float]]:
     """Log-probabilities of each canvas's masked tokens."""
     async for answer in served_answers(engine, map(probe_of, canvases)):
-        yield answer.asked
+        yield answer.tokens

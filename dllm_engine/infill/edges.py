@@ -234,7 +234,7 @@ def chosen_openings(openables: Sequence[Openable]) -> Passes[list[Opened]]:
     def chosen(ways: Sequence[Edge]) -> Edge:
         if len(ways) == 1:
             return ways[0]
-        *tokens, given = map(math.exp, next(answers).asked)
+        *tokens, given = map(math.exp, next(answers).tokens)
         return ways[0] if sum(tokens) >= given else ways[1]
 
     return [each.opened(chosen(each.before), chosen(each.behind)) for each in openables]

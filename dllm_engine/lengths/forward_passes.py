@@ -9,14 +9,14 @@ from dllm_engine.decoding.probe import Logprobs, Probe
 
 T = TypeVar("T")
 Passes = Generator[list[Probe], list[Logprobs], T]
-"""Passes one after the other, and what comes of them: it yields the probes of each and
-is sent their answers.
+"""Passes one after the other. The generator yields the probes of a pass, is sent their
+answers, and returns a result.
 """
 
 
 def batches_of(probes: Iterable[Probe], max_rows: int) -> Iterator[list[Probe]]:
-    """Probes, taken as needed, as many at once as fit into a forward pass of
-    ``max_rows``.
+    """Batches of as many probes as fit into a forward pass of ``max_rows``. Probes are
+    read as needed.
     """
     batch: list[Probe] = []
     num_rows = 0
@@ -58,8 +58,8 @@ def result_of(llm: Any, passes: Passes[T]) -> T:
 async def served_answers(
     engine: Any, probes: Iterable[Probe]
 ) -> AsyncIterator[Logprobs]:
-    """Answers of a server's engine to each probe, all by the same weights, or else an
-    ``HTTPException``. The engine computes them in the steps of its requests."""
+    """Answers of a server's engine to each probe. The engine computes them in the steps
+    of its requests. Raises ``HTTPException`` if it is paused or its weights change."""
     rows = engine.vllm_config.scheduler_config.max_num_batched_tokens
     changes_before = None
     for batch in batches_of(probes, rows):

@@ -6,8 +6,8 @@ text before the hole and masks only. It gives each length L the sum of log-proba
 of the first tokens of the text behind the hole, L masks behind the text before it, less
 L/16: far behind the text, any token is a little probable, and shorter holes would not
 be among the best. A length that leads clearly is chosen. Else the second pass has a
-canvas for each of the best lengths, with the text behind the hole, of which the first
-tokens are masked:
+canvas for each of the best lengths, with the text behind the hole. The first tokens of
+that text are masked:
 
     score(L) = sum of these tokens' log-probabilities
              + mean over the hole of the likeliest token's log-probability
@@ -23,19 +23,20 @@ from dllm_engine.decoding.probe import Logprobs, Probe
 from dllm_engine.lengths.forward_passes import Passes
 
 DEFAULT_BUDGET = 64
-"""Most tokens of a hole whose request names no budget."""
+"""Limit on the tokens of a hole whose request names no budget."""
 LARGEST_BUDGET = 256
-"""Most tokens of a hole of which the length is chosen."""
+"""Limit on the tokens of a hole whose length is chosen."""
 _BEFORE, _BEHIND = 256, 128
-"""Tokens of the text around a hole that passes see."""
+"""Number of tokens before and behind a hole that passes see."""
 _JOINED = 4
-"""Tokens behind a hole that are to be probable."""
+"""Number of tokens behind a hole that must be probable."""
 _COMPARED = 4
-"""Lengths in the second pass."""
+"""Number of lengths in the second pass."""
 _MEAN_LENGTH = 16
-"""Of the geometric prior of lengths in the first pass."""
+"""Mean of the geometric prior of lengths in the first pass."""
 _CLEAR_LEAD = 1.0
-"""Lead of a length in the first pass, in nats, that makes the second one needless."""
+"""Lead of a length in the first pass, in nats, that makes the second pass unnecessary.
+"""
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,11 @@ class Hole:
         return Probe(before + [0] * num_masks, masked, tokens)
 
     def compared_sizes(self, answer: Logprobs, count: int) -> list[int]:
-        """The best lengths by the answer to ``open_probe``, at least ``count``. A single
-        one where one is asked for and is clearly the best."""
+        """The best lengths by the answer to ``open_probe``, at least ``count``. A
+        single one if ``count`` is 1 and it is clearly the best."""
         width = len(self.joined)
         scores = {
-            size: sum(answer.asked[i * width : (i + 1) * width]) - size / _MEAN_LENGTH
+            size: sum(answer.tokens[i * width : (i + 1) * width]) - size / _MEAN_LENGTH
             for i, size in enumerate(self.sizes)
         }
         best = sorted(self.sizes, key=lambda size: (-scores[size], size))
@@ -86,11 +87,11 @@ class Hole:
     def score(self, size: int, answer: Logprobs) -> float:
         """Score of a length by the answer to ``closed_probe``."""
         sureness = sum(answer.likeliest[:size]) / max(size, 1)
-        return sum(answer.asked[size:]) + sureness
+        return sum(answer.tokens[size:]) + sureness
 
 
 def ranked_lengths(holes: Sequence[Hole], count: int = 1) -> Passes[list[list[int]]]:
-    """Lengths of each hole, the best first: at least ``count``, where it may have so
+    """Lengths of each hole, the best first: at least ``count``, if the hole may have so
     many.
     """
     answers = yield [hole.open_probe() for hole in holes]

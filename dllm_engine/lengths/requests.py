@@ -35,34 +35,35 @@ class Settled(NamedTuple):
     """A response whose length is known."""
 
     prompt: Sequence[int]
-    """The prompt, of which the response may have taken the end."""
+    """The prompt. Its end may be part of the response now."""
     whole: Sequence[int] | None = None
-    """All tokens that come back, if nothing is left to write."""
+    """All returned tokens, if nothing is left to write."""
     is_cut: bool = True
-    """A longer one might have been written."""
+    """True if a longer response might have been written."""
 
 
 class LengthChoice(Protocol):
     """The choice of the lengths of a request. It changes the request's parameters."""
 
     def begin(self, engine: Any, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Put a short length into parameters, to check them."""
+        """Set a short length in the parameters, so that they can be checked."""
 
     async def settle(
         self, engine: Any, prompt: Sequence[int], params: SamplingParams
     ) -> Settled:
-        """Put the chosen length into parameters."""
+        """Set the chosen length in the parameters."""
 
 
 class AutoLength:
     """The choice of the length of a whole response."""
 
-    def __init__(self, asked: SamplingParams) -> None:
-        self._asked = asked
+    def __init__(self, params: SamplingParams) -> None:
+        """``params``: as the request gave them."""
+        self._params = params
 
     def response(self, engine: Any, prompt: Sequence[int]) -> OpenResponse:
         tokenizer = engine.input_processor.tokenizer
-        return open_response(self._asked, prompt, tokenizer, engine.vllm_config)
+        return open_response(self._params, prompt, tokenizer, engine.vllm_config)
 
     def begin(self, engine: Any, prompt: Sequence[int], params: SamplingParams) -> None:
         set_length(params, ChosenLength(self.response(engine, prompt).first))
@@ -83,10 +84,10 @@ def has_open_length(params: Any, vllm_config: Any) -> bool:
 
 def _rule(params: SamplingParams, vllm_config: Any) -> LengthRule | None:
     engine = EngineOptions.from_vllm_config(vllm_config)
-    given = params.extra_args
-    if not isinstance(given, dict):  # refused when the request is added
-        given = {}
-    return open_length_rule(given, engine, ignore_eos=params.ignore_eos)
+    extra_args = params.extra_args
+    if not isinstance(extra_args, dict):  # refused when the request is added
+        extra_args = {}
+    return open_length_rule(extra_args, engine, ignore_eos=params.ignore_eos)
 
 
 def open_response(
@@ -95,8 +96,8 @@ def open_response(
     tokenizer: Any,
     vllm_config: Any,
 ) -> OpenResponse:
-    """The response of a request that ``has_open_length``. What else the request asks
-    for may need more tokens than the rule begins with.
+    """The response of a request that ``has_open_length``. Other options of the request
+    may need more tokens than the rule begins with.
     """
     hf_config = vllm_config.model_config.hf_config
     rule = _rule(params, vllm_config)
@@ -122,12 +123,12 @@ def open_response(
 
 
 _NEEDS = ("block_length", "steps")
-"""Options that need a response of as many tokens."""
+"""Options whose value is the least number of tokens of a response."""
 
 
 def _most(params: SamplingParams, prompt_length: int, vllm_config: Any) -> int:
-    """Most tokens of a response: the request's limit, or what fits. At least 1, so that
-    the check of the request explains."""
+    """Limit on the tokens of a response: the request's limit, or what fits. At least 1,
+    so that a later check refuses the request with its reason."""
     config = vllm_config.model_config
     limit = params.max_tokens
     if limit is None or isinstance(limit, DefaultLength):
@@ -137,19 +138,21 @@ def _most(params: SamplingParams, prompt_length: int, vllm_config: Any) -> int:
 
 
 def with_lengths(llm: Any, prompts: Sequence[Any], params: Sequence[Any]) -> list[Any]:
-    """The parameters of an offline engine's requests, with a length where it is open.
-    Raises what ``admitted`` does, before a pass.
+    """The parameters of an offline engine's requests, with a chosen length if theirs is
+    open. Raises the same as ``admitted``, before any pass.
     """
     engine = llm.llm_engine
     settled, responses = list(params), {}
-    for place, asked in enumerate(params):
-        if not has_open_length(asked, engine.vllm_config):
+    for place, request_params in enumerate(params):
+        if not has_open_length(request_params, engine.vllm_config):
             continue
-        own = settled[place] = own_copy(asked)
+        settled_params = settled[place] = own_copy(request_params)
         prompt = prompts[place].get("prompt_token_ids") or []
-        choice = AutoLength(asked)
-        choice.begin(engine, prompt, own)
-        admitted(own, prompt, engine.input_processor.tokenizer, engine.vllm_config)
+        choice = AutoLength(request_params)
+        choice.begin(engine, prompt, settled_params)
+        admitted(
+            settled_params, prompt, engine.input_processor.tokenizer, engine.vllm_config
+        )
         responses[place] = choice.response(engine, prompt)
     chosen = result_of(llm, chosen_lengths([*responses.values()]))
     for place, length in zip(responses, chosen, strict=True):
@@ -158,9 +161,11 @@ def with_lengths(llm: Any, prompts: Sequence[Any], params: Sequence[Any]) -> lis
 
 
 def set_length(params: SamplingParams, chosen: ChosenLength) -> None:
-    """Put the chosen length into parameters."""
-    given = params.extra_args or {}
-    kept = {name: x for name, x in given.items() if name not in LENGTH_RULE_OPTIONS}
+    """Set the chosen length in the parameters."""
+    extra_args = params.extra_args or {}
+    kept = {
+        name: x for name, x in extra_args.items() if name not in LENGTH_RULE_OPTIONS
+    }
     figures = {"length_passes": chosen.passes, "length_rows": chosen.rows}
     params.extra_args = {
         **kept,

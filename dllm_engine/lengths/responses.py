@@ -1,10 +1,10 @@
 """The length of a response, chosen by DAEDAL's first stage (arXiv 2508.00819).
 
 The response begins as ``start`` masks. A forward pass over prompt and masks predicts a
-token for each. Of the masks whose likeliest token is the end token, the last ``tail``
-count: E = (sum of the end token's probabilities there) / ``tail``, also where fewer are
-met. While E < ``threshold``, the response grows and is predicted again; by how much,
-says ``LengthRule.next_length``.
+token for each mask. The last ``tail`` masks whose likeliest token is the end token
+count: E = (sum of the end token's probabilities there) / ``tail``, also if there are
+fewer such masks. While E < ``threshold``, the response grows to
+``LengthRule.next_length`` and is predicted again.
 """
 
 import math
@@ -19,12 +19,12 @@ from dllm_engine.request_options.layout import LengthRule
 
 
 class ChosenLength(NamedTuple):
-    """A length, and what its choice took."""
+    """A length, and the cost of choosing it."""
 
     length: int
     passes: int = 0
     rows: int = 0
-    """Canvas positions of all passes."""
+    """Number of canvas positions in all passes."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class OpenResponse:
     prompt: Sequence[int]
     end_token: int
     first: int
-    """The fewest tokens, which the choice begins with."""
+    """The fewest tokens. The choice begins with this length."""
     most: int
     rule: LengthRule
 
@@ -44,26 +44,28 @@ class OpenResponse:
         return Probe([*self.prompt, *[0] * length], masked, [self.end_token] * length)
 
     def is_enough(self, answer: Logprobs) -> bool:
-        """Return True if the response of a ``probe`` ends early enough."""
-        by_place = zip(reversed(answer.asked), reversed(answer.likeliest), strict=True)
-        ends = (own for own, likeliest in by_place if own == likeliest)
+        """Return True if the response of a ``probe`` is long enough."""
+        by_place = zip(reversed(answer.tokens), reversed(answer.likeliest), strict=True)
+        ends = (logprob for logprob, likeliest in by_place if logprob == likeliest)
         total = sum(map(math.exp, islice(ends, self.rule.tail)))
         return total / self.rule.tail >= self.rule.threshold
 
 
 def chosen_lengths(responses: Sequence[OpenResponse]) -> Passes[list[ChosenLength]]:
-    """The length of each response. Each pass has the canvases of all that may grow."""
+    """The length of each response. Each pass has the canvases of all responses that may
+    grow.
+    """
     chosen = [ChosenLength(response.first) for response in responses]
     growing = [*range(len(responses))]
     while growing := [i for i in growing if chosen[i].length < responses[i].most]:
         probes = [responses[i].probe(chosen[i].length) for i in growing]
         answers = yield probes
-        still = []
+        still_growing = []
         for i, probe, answer in zip(growing, probes, answers, strict=True):
             response, (length, passes, rows) = responses[i], chosen[i]
             if not response.is_enough(answer):
                 length = response.rule.next_length(length, response.most)
-                still.append(i)
+                still_growing.append(i)
             chosen[i] = ChosenLength(length, passes + 1, rows + len(probe.canvas))
-        growing = still
+        growing = still_growing
     return chosen

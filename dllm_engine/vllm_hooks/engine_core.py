@@ -1,9 +1,9 @@
-"""Weights that change while an engine lives, and its sleep. Engines of other models are
-untouched.
+"""Changes of an engine's weights, its probes, and its sleep. Engines of other models
+are untouched.
 
-vLLM calls workers between two steps, whatever runs. A response would then come from two
-sets of weights, or from pages that are gone. So nothing changes while a request runs,
-and no request runs while weights are incomplete.
+vLLM calls workers between two steps, also while requests run. A response would then
+come from two sets of weights, or from pages that are gone. So weights do not change
+while a request runs, and no request runs while weights are incomplete.
 """
 
 from typing import Any
@@ -67,9 +67,9 @@ def call_workers(
 def _masked_logprobs(
     collective_rpc: Original, engine: Any, name: str, *probes: list[list[int]]
 ) -> Any:
-    """Answers to probes (None while no request may begin), and how often the weights
-    have changed. An engine with a process of its own computes them in its next steps
-    and returns a future.
+    """Answers to probes (None while no request may begin), and the number of weight
+    changes so far. An engine in its own process computes them in its next steps and
+    returns a future.
     """
     scheduler = engine.scheduler
     if not scheduler.admits:

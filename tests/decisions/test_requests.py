@@ -221,7 +221,7 @@ def test_other_requests_generate_their_text(openai, change):
         ({"a": {"enum": [[1]]}}, r"fields\.a: the choice \[1\]"),
         (
             {"a": {"type": "string", "enum": [1]}},
-            r"fields\.a: the choice 1 is no string",
+            r"fields\.a: the choice 1 is not of type string",
         ),
         ({"a": {"enum": ["<|mdm_mask|>"]}, "b": {"type": "boolean"}}, "mask"),
         ({"a": {"enum": ["only one"]}}, "nothing is left to decide"),
@@ -310,8 +310,8 @@ def test_a_template_is_decided_as_text(client, demo):
     [
         ("no field", "does not hold each field once"),
         ("{a}{a}", "does not hold each field once"),
-        ("{b}", "{b} is no field"),
-        ("{a!r}", "{a} is no field"),
+        ("{b}", "{b} is not a field"),
+        ("{a!r}", "{a} is not a field"),
         ("{a", "template: "),
         ("{a}", "a choice has no text"),
         ("\ud800{a}", "no valid Unicode"),

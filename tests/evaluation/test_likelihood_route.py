@@ -158,7 +158,7 @@ class Engine:
 
 async def computed(engine, *sizes):
     probes = [Probe([mark] * size, [0], [0]) for mark, size in sizes]
-    return [answer.asked[0] async for answer in served_answers(engine, probes)]
+    return [answer.tokens[0] async for answer in served_answers(engine, probes)]
 
 
 def test_a_call_has_as_many_canvases_as_fit_into_a_step():

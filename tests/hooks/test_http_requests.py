@@ -184,7 +184,7 @@ MESSAGE = ("/v1/messages", {"max_tokens": 8, "messages": CHAT[1]["messages"]})
         (
             MESSAGE,
             {"structured_outputs": {"regex": "a"}},
-            "structured_outputs is no field of /v1/messages",
+            "structured_outputs is not a field of /v1/messages",
         ),
         (
             RESPONSE,
@@ -280,7 +280,7 @@ def test_a_number_too_long_to_read_is_refused_by_the_messages_api(client):
     [
         (COMPLETION, {"vllm_xargs": {"template": ["\ud800", 2]}}, "half a character"),
         (COMPLETION, {"suffix": "a\udfff"}, "half a character"),
-        (MESSAGE, {"vllm_xargs": ["x"]}, "vllm_xargs is no object"),
+        (MESSAGE, {"vllm_xargs": ["x"]}, "vllm_xargs is not an object"),
         (COMPLETION, {"suffix": 5}, "valid string"),
         (COMPLETION, {"suffix": "x", "max_tokens": []}, "valid integer"),
         (

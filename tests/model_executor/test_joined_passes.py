@@ -60,7 +60,7 @@ def test_they_compute_what_they_compute_alone(engines, tiny_llada, method, monke
     for result in results[:-1]:
         answers, _ = result.result()
         for answer, own in zip(answers, answers_alone, strict=True):
-            assert answer.asked == pytest.approx(own.asked, abs=1e-4)
+            assert answer.tokens == pytest.approx(own.tokens, abs=1e-4)
             assert answer.likeliest == pytest.approx(own.likeliest, abs=1e-4)
     assert num_forwards[0] == (2 if method in OWN_LOOPS else 1)
     assert (max(num_forwards) == 1) == (method not in OWN_LOOPS)

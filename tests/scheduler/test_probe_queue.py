@@ -22,7 +22,7 @@ def probes_of(output):
 
 def marks(result):
     answers, _ = result.result(timeout=0)
-    return answers and [answer.asked[0] for answer in answers]
+    return answers and [answer.tokens[0] for answer in answers]
 
 
 def test_calls_take_turns_and_get_answers_in_order():

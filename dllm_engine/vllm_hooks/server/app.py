@@ -1,5 +1,5 @@
-"""Additions to vLLM's HTTP application for our models: routes, a check of bodies, the
-API key where vLLM asks for none.
+"""Additions to vLLM's HTTP application for our models: routes, a check of bodies, and
+the API key on routes for which vLLM does not ask for one.
 
 vLLM's own hook for routes, ``vllm.endpoint_plugins``, loads only plugins that
 ``VLLM_PLUGINS`` names, and users would have to list every other plugin there too.
@@ -34,7 +34,9 @@ from dllm_engine.vllm_hooks.server.responses import WITH_FIGURES, with_figures
 
 
 def rewriter(scope: Scope, status: int) -> Rewrite | None:
-    """What changes a JSON response: errors get Anthropic's form, completions figures."""
+    """The function that changes a JSON response: errors get Anthropic's form,
+    completions get figures.
+    """
     route = route_of(scope)
     if status >= 400 and is_anthropic(route):
         return partial(as_anthropic, status)
@@ -55,25 +57,25 @@ def extend_app(
     *rest: Any,
     **kwargs: Any,
 ) -> None:
-    """Add ours together with vLLM's routes."""
+    """Add our routes and middleware together with vLLM's routes."""
     register(args, app, supported_tasks, model_config, *rest, **kwargs)
     if not getattr(model_config, "is_dllm_engine", False):
         return
-    # How tool calls are read must be settled before vLLM makes the objects that answer.
+    # The tool parser must be set before vLLM makes the objects that answer.
     serve_tool_calls(args, model_config)
     args.default_chat_template_kwargs = {
         **model_config.hf_config.family.template_defaults,
         **(args.default_chat_template_kwargs or {}),
     }
-    # What is added last runs first. vLLM adds its own middleware later: it checks the
-    # API key before we read the body.
+    # Middleware that is added last runs first. vLLM adds its middleware later, so it
+    # checks the API key before we read the body.
     app.add_middleware(BodyCheck)
     requests = app.state.open_requests = OpenRequests()
     app.add_middleware(Answers, requests=requests, rewriter=rewriter)
     logging.getLogger(anthropic.__name__).addFilter(is_failure)
     from dllm_engine.editors import routes as editors
 
-    # These answer prompts, and vLLM leaves them open.
+    # These routes answer prompts, and vLLM does not ask for a key there.
     authenticate.GUARDED_PREFIX = tuple(
         {
             *authenticate.GUARDED_PREFIX,
@@ -86,8 +88,8 @@ def extend_app(
     from dllm_engine.decisions.asking import check_files
     from dllm_engine.evaluation import likelihood_route
 
-    # The first would stop an engine without experts. vLLM answers decisions for some
-    # models, of which ours are none, and its list of models for OpenAI's clients only.
+    # The first route would stop an engine without experts. vLLM answers decisions only
+    # for other models, and its list of models is only for OpenAI's clients.
     routes = app.router.routes
     replaced = ("/scale_elastic_ep", *decisions.ROUTES, *editors.REPLACED)
     routes[:] = [
@@ -95,7 +97,7 @@ def extend_app(
     ]
     options = EngineOptions.from_vllm_config(
         args
-    )  # arguments have an ``additional_config`` too
+    )  # Arguments have an ``additional_config`` too.
     check_files(options, args.model)
     decisions.add_routes(app)
     likelihood_route.add_route(app)

@@ -32,7 +32,7 @@ async def _answer(chats: Any, request: Any) -> Any:
     open_request.set(asked)
     await settle(request, chats, asked)
     response = await chats.create_chat_completion(request)
-    choices = getattr(response, "choices", ())  # an error has none
+    choices = getattr(response, "choices", ())  # An error has none.
     all_fields = choice_fields(asked, chats.renderer.tokenizer)
     for choice, fields in zip(choices, all_fields, strict=False):
         for name, value in fields.items():

@@ -1,5 +1,5 @@
-"""Request bodies before vLLM parses them: refuses those that its request classes fail
-at, or of which they would ignore parts, and settles what is ours.
+"""Check of request bodies before vLLM parses them. It refuses a body if vLLM's request
+classes would fail or ignore a part of it, and settles our fields.
 """
 
 import asyncio
@@ -20,21 +20,23 @@ from dllm_engine.vllm_hooks.server.open_requests import open_request
 from dllm_engine.vllm_hooks.server.settling import settled_fields
 
 MOST_BYTES = 16 << 20
-"""Bytes of a body: 1,024 prompts of 16 KB each. Nobody is answered while it is parsed,
-which takes part of a second.
+"""Limit on the bytes of a body: 1,024 prompts of 16 KB each. It is parsed in part of a
+second, and meanwhile no other request is answered.
 """
 
 _MAY_BE_HALF = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
-"""Halves of a character in JSON, escaped or not; two of them may be a whole one."""
+"""Possible halves of a character (surrogates) in JSON, escaped or not. Two halves may
+be a whole character.
+"""
 _OWN_FIELDS = ("/v1/systemone", *OWN_BODIES)
-"""Routes whose bodies have fields of their own, of which some have names of ours."""
+"""Routes with their own fields. Some of these have the same names as our options."""
 _OWN_ERRORS = ("/v1/decisions", "/v1/systemone")
-"""Routes that refuse a text which is none in a form of their own."""
+"""Routes that refuse an invalid text in their own form."""
 
 
 class BodyCheck:
-    """ASGI middleware. vLLM answers 500 where ``structured_outputs`` is no object, and
-    ignores unknown fields. What it raises, ``Answers`` tells the client.
+    """ASGI middleware. Without it, vLLM answers 500 if ``structured_outputs`` is not an
+    object, and ignores unknown fields. ``Answers`` sends its errors to the client.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -61,9 +63,9 @@ class BodyCheck:
 
 
 async def _read(request: Request) -> bytes:
-    """The body. Raises ``GracefulHTTPError`` (413) where it is larger than supported,
-    by its length if that is given and else when so much has come. The server drops the
-    rest."""
+    """The body. Raises ``GracefulHTTPError`` (413) if it is larger than supported: at
+    once if its length is given, else when too many bytes have come. The server drops
+    the rest."""
     length = request.headers.get("content-length", "")
     parts, num_bytes = [], int(length) if length.isdecimal() else 0
     if num_bytes <= MOST_BYTES:
@@ -87,13 +89,14 @@ def _too_large() -> GracefulHTTPError:
 
 
 def _decompressed(body: bytes, scope: Scope) -> tuple[bytes, Scope]:
-    """The body without its compression by zstd, which TypeSafe's client does unasked,
-    and the scope without the headers about it. Raises as ``_read``, of what comes out.
+    """The body without zstd compression, which TypeSafe's client uses without being
+    asked, and the scope without the headers about it. Raises as ``_read`` if the
+    decompressed body is too large.
     """
     headers = dict(scope["headers"])
     if headers.get(b"content-encoding", b"").strip().lower() != b"zstd":
         return body, scope
-    import zstandard  # only such clients need it
+    import zstandard  # Only such clients need it.
 
     reader = zstandard.ZstdDecompressor().stream_reader(body, read_across_frames=True)
     try:
@@ -112,14 +115,14 @@ def _decompressed(body: bytes, scope: Scope) -> tuple[bytes, Scope]:
 async def _settled(
     body: bytes, fields: dict[str, Any], scope: Scope, receive: Receive
 ) -> bytes:
-    """The body as vLLM is to read it. Raises ``ClientDisconnect`` as soon as the client
-    leaves: what it asks for may take long to build."""
+    """The body that vLLM reads. Raises ``ClientDisconnect`` as soon as the client
+    leaves: an automaton may take long to build."""
     asked = open_request.get()
     assert asked is not None, "Answers is in front"
     settling = asyncio.create_task(
         settled_fields(fields, route_of(scope), scope["app"].state, asked)
     )
-    await asyncio.sleep(0)  # most need nothing more
+    await asyncio.sleep(0)  # Most bodies need nothing more.
     if not settling.done():
         leaving = asyncio.ensure_future(receive())
         try:
@@ -135,8 +138,8 @@ async def _settled(
 
 
 def _checked_fields(body: bytes, path: str) -> dict[str, Any] | None:
-    """The fields of a body; None where it has none, or is read as it is. Raises
-    ``VLLMValidationError`` where it is refused.
+    """The fields of a body; None if it has none, or if vLLM reads it unchanged. Raises
+    ``VLLMValidationError`` if it is refused.
     """
     try:
         fields = json.loads(body)
@@ -151,7 +154,7 @@ def _checked_fields(body: bytes, path: str) -> dict[str, Any] | None:
         raise InvalidRequestError(
             f"the body has half a character, a surrogate, in {around!a}; leave it out"
         ) from None
-    except ValueError:  # vLLM says what is wrong with it
+    except ValueError:  # vLLM's error says what is wrong.
         return None
     # Clients of that protocol may send fields of their own.
     if not isinstance(fields, dict) or path in _OWN_FIELDS:
@@ -162,12 +165,12 @@ def _checked_fields(body: bytes, path: str) -> dict[str, Any] | None:
             f'{{"regex": "[a-z]+"}}',
             parameter="structured_outputs",
         )
-    known = {"top_p", "top_k"}  # fields of bodies
+    known = {"top_p", "top_k"}  # These are fields of bodies.
     if path == "/v1/decisions":
         known |= {"passes", "template"}
     elif not path.startswith(
         "/v1/messages"
-    ):  # others have these fields, or keep those that they do not know
+    ):  # Other routes have these fields, or keep unknown fields.
         known |= VLLM_OPTIONS
     elif ignored := [
         name
@@ -175,7 +178,8 @@ def _checked_fields(body: bytes, path: str) -> dict[str, Any] | None:
         if fields.get(name)
     ]:
         raise InvalidRequestError(
-            f"{ignored[0]} is no field of {path}; take output_config, or another route"
+            f"{ignored[0]} is not a field of {path}; take output_config, or another "
+            f"route"
         )
     if path != "/inference/v1/generate":
         check_place(fields.keys() - known)

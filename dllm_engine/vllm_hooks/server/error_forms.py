@@ -1,6 +1,6 @@
-"""Errors in the form of the route that was asked: Anthropic's for ``/v1/messages``,
-OpenAI's for the others. vLLM 0.32 answers ``/v1/messages`` in OpenAI's form, and 0.33
-does where a body is not valid.
+"""Errors in the form of the route: Anthropic's for ``/v1/messages``, OpenAI's for the
+others. vLLM 0.32 answers ``/v1/messages`` in OpenAI's form, and vLLM 0.33 does so if a
+body is not valid.
 """
 
 import json
@@ -32,15 +32,15 @@ def is_anthropic(route: str) -> bool:
 
 
 def anthropic_error(status: int, message: str) -> dict[str, Any]:
-    """The body that tells of an error."""
+    """The body of an error."""
     kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def last_events(route: str, error: dict[str, Any], number: int) -> str:
-    """The last events of a stream that fails. ``error`` has OpenAI's fields.
+    """The last events of a failed stream. ``error`` has OpenAI's fields.
 
-    ``number``: of the event, for ``/v1/responses``.
+    ``number``: number of the event, for ``/v1/responses``.
     """
     if is_anthropic(route):
         body = anthropic_error(error["code"], error["message"])
@@ -60,7 +60,7 @@ def last_events(route: str, error: dict[str, Any], number: int) -> str:
 def as_anthropic(status: int, body: bytes) -> dict[str, Any]:
     """The body of an error of ``/v1/messages`` in Anthropic's form."""
     stated = json.loads(body)
-    # FastAPI's own refusals, of a body that it cannot read, have no "error".
+    # When FastAPI cannot read a body, its error has no "error".
     message = stated["error"]["message"] if "error" in stated else stated["detail"]
     return anthropic_error(status, str(message))
 
@@ -78,7 +78,7 @@ def message_of(body: bytes) -> str:
 
 def is_failure(record: logging.LogRecord) -> bool:
     """Logging filter. vLLM logs each refusal of ``/v1/messages`` with a traceback, as
-    if the server had failed; ``Answer`` logs a line of it.
+    if the server had failed. ``Answer`` logs a line instead.
     """
     from vllm.entrypoints.serve.exception_handling.error_response import (
         create_error_response,

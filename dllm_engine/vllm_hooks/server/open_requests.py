@@ -1,5 +1,5 @@
-"""Requests that a server is answering. Each gets an answer, whatever ends it: an error
-of its own, the server's end, or the engine's.
+"""Open requests of a server. Each gets an answer, whether its own error, the server's
+end or the engine's end ends it.
 """
 
 import asyncio
@@ -27,44 +27,49 @@ from dllm_engine.vllm_hooks.server.error_forms import last_events, message_of, r
 logger = init_logger(f"vllm.{__name__}")
 
 RETRY_AFTER = "1"
-"""Seconds after which a client may ask again, here or another server."""
+"""Seconds after which a client may try again, on this or another server."""
 _TELLING_SECONDS = 1
-"""For requests to write the errors that end them, or to read the rest of a body."""
+"""Time for requests to write the errors that end them, or to read the rest of a body.
+"""
 HTTP_ERRORS = Counter(
     "dllm_http_errors", "HTTP answers of status 400 and more, by status.", ["status"]
 )
-"""vLLM's own counter has 4xx and 5xx only, and not what is answered before it. When an
-engine starts, vLLM forgets metrics whose names begin with its own.
+"""vLLM's counter has only 4xx and 5xx as a whole, and misses answers that are given
+before it. When an engine starts, vLLM deletes metrics whose names begin with its
+prefix.
 """
 for status in ("400", "500", "503"):
-    HTTP_ERRORS.labels(status)  # from 0 on: ``rate`` does not see a series begin
+    # Begin with 0, because ``rate`` misses the first value of a series.
+    HTTP_ERRORS.labels(status)
 _MOST_CHARACTERS = 400
-"""Length of a reason in the log."""
+"""Limit on the length of a reason in the log, in characters."""
 _NUMBER = re.compile(rb'"sequence_number": ?([0-9]+)')
 
 
 class OpenRequest:
-    """One request that is being answered: over HTTP in a ``task``, or of a file. Over
-    HTTP the middleware writes its errors: vLLM has no form of them for some routes, and
-    does not stop what waits for anything but the engine."""
+    """One open request: an HTTP request that is answered in a ``task``, or a request of
+    a file. The middleware writes the errors of HTTP requests: vLLM has no error form
+    for some routes, and stops only tasks that wait for the engine."""
 
     def __init__(self, route: str, task: "asyncio.Task[Any] | None" = None) -> None:
         self.route = route
         self.name = os.urandom(8)
-        """Its prompts and its ``n`` responses take turns with other requests."""
+        """Name under which its prompts and ``n`` responses take turns with other
+        requests.
+        """
         self.leaves_length_open = False
         self.length_limit: int | None = None
-        """Most tokens of a response whose length is chosen."""
+        """Limit on the tokens of a response whose length is chosen."""
         self.carried: dict[str, bytes] = {}
-        """For ``extra_args`` of its parameters."""
+        """Values for ``extra_args`` of its parameters."""
         self.filling: Filling | None = None
         """Holes whose lengths are to be chosen."""
         self.stops: list[str] = []
-        """Stop strings that its body does not have, of editors' own routes."""
+        """Stop strings of editors' routes that are not in its body."""
         self.headers: dict[str, str] = {}
-        """For the answer."""
+        """Headers of the answer."""
         self.latest: list[tuple[Any, Any] | None] = []
-        """Per prompt, its parameters and the last output."""
+        """Parameters and last output of each prompt."""
         self.error: Exception | None = None
         """The error that ended it."""
         self._tasks = set() if task is None else {task}
@@ -72,7 +77,7 @@ class OpenRequest:
     def outputs(
         self, outputs: AsyncGenerator[Any, None], params: Any
     ) -> AsyncGenerator[Any, None]:
-        """The engine's outputs for the next one of its prompts, up to one that failed."""
+        """The engine's outputs for the next prompt, up to one that failed."""
         place = len(self.latest)
         self.latest.append(None)
         return self._noted(outputs, params, place)
@@ -81,7 +86,7 @@ class OpenRequest:
         self, outputs: AsyncGenerator[Any, None], params: Any, place: int
     ) -> AsyncGenerator[Any, None]:
         if self._tasks and (task := asyncio.current_task()) is not None:
-            self._tasks.add(task)  # vLLM answers in a task of its own
+            self._tasks.add(task)  # vLLM answers in another task.
         try:
             async with aclosing(outputs):
                 async for output in outputs:
@@ -92,7 +97,7 @@ class OpenRequest:
         except EngineDeadError:
             if self.error is None:
                 raise
-            # Its client has been told why; vLLM would log a traceback.
+            # The client has got the reason. vLLM would log a traceback.
             raise asyncio.CancelledError from None
 
     def _fail(self, error: Exception) -> NoReturn:
@@ -110,16 +115,16 @@ class OpenRequest:
 
 
 Rewrite = Callable[[bytes], Any]
-"""Makes another content of the body of a JSON response."""
+"""Function that changes the content of a JSON response."""
 Rewriter = Callable[[Scope, int], Rewrite | None]
 
 open_request: ContextVar[OpenRequest | None] = ContextVar("open_request", default=None)
-"""The request that is answered in this context."""
+"""The open request of this context."""
 
 
 def _failure(output: Any) -> GenerationError | None:
-    """Why a request failed. vLLM would answer as if the response were complete, or not
-    say why."""
+    """The reason why a request failed. vLLM would answer as if the response were
+    complete, or would not give the reason."""
     for completion in output.outputs:
         reason = completion.finish_reason
         if isinstance(reason, ErrorReason):
@@ -133,7 +138,7 @@ def _failure(output: Any) -> GenerationError | None:
 
 
 class OpenRequests:
-    """Requests that an application is answering, and why it takes no more."""
+    """Open requests of an application, and the reason why it takes no more."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -148,13 +153,13 @@ class OpenRequests:
         del self._requests[task]
 
     async def finished(self, seconds: float) -> None:
-        """Wait until no request is open, so many seconds at most."""
+        """Wait until no request is open, for a limited time in seconds."""
         if self._requests:
             await asyncio.wait(self._requests, timeout=seconds)
 
     async def end(self, error: Exception) -> None:
-        """End all with an error, whatever they wait for: the engine, a worker, an
-        automaton, or the rest of their own body. Take no more."""
+        """End all requests with an error, also if they wait for the engine, a worker,
+        an automaton, or the rest of their body. Take no more."""
         self.error = error
         for request in self._requests.values():
             request.end(error)
@@ -162,9 +167,10 @@ class OpenRequests:
 
 
 class Answers:
-    """ASGI middleware that answers requests which end with an error, and those that
-    come later. ``rewriter`` says for the scope of a request and the status of its JSON
-    response what makes another content of its body; None: it stays as it is."""
+    """ASGI middleware that answers requests which end with an error, and requests that
+    come after the end. ``rewriter`` gives, for the scope of a request and the status of
+    its JSON response, the function that changes the content; None: it stays as it is.
+    """
 
     def __init__(
         self, app: ASGIApp, requests: OpenRequests, rewriter: Rewriter | None = None
@@ -191,7 +197,7 @@ class Answers:
             if request.error is None:
                 raise
             task.uncancel()
-        except VLLMError as error:  # of a body that the application has not read
+        except VLLMError as error:  # from the rest of the body
             request.error = error
         except Exception as error:
             if not answer.has_begun:
@@ -205,7 +211,7 @@ class Answers:
 
 
 async def _read(receive: Receive) -> None:
-    """Read a body, if it comes soon. If it were left, the system would break the
+    """Read a body if it comes soon. With an unread body, the system would break the
     connection before the client has read its answer.
     """
     with suppress(TimeoutError):
@@ -232,7 +238,7 @@ class Answer:
         self._headers: Headers | None = None
         self._rewrite: Rewrite | None = None
         self._kept = b""
-        """The body of a refusal, or of a response that is rewritten."""
+        """The body of a refusal or of a rewritten response."""
         self._last_part = b""
         self._is_replaced = False
         self.is_complete = False
@@ -242,7 +248,7 @@ class Answer:
         return self._headers is not None
 
     async def send(self, message: Message) -> None:
-        """Pass a message on, but no failure of vLLM's that the request's end brings."""
+        """Pass a message on, unless it is vLLM's failure because the request was ended."""
         if message["type"] == "http.response.start":
             self._is_replaced = (
                 self._request.error is not None and message["status"] >= 500
@@ -280,13 +286,14 @@ class Answer:
         if status == HTTPStatus.SERVICE_UNAVAILABLE:
             headers.setdefault("retry-after", RETRY_AFTER)
         if self._requests.error is not None:
-            headers["connection"] = "close"  # it would break with the server's end
+            # The connection would break with the server's end.
+            headers["connection"] = "close"
         self._start, self._headers = message, headers
         if headers.get("content-type", "").startswith("application/json"):
             self._rewrite = self._rewriter(status)
 
     async def end(self, error: Exception, scope: Scope, receive: Receive) -> None:
-        """Answer with the error, or end the stream that has begun with it."""
+        """Answer with the error. If a stream has begun, end the stream with the error."""
         from vllm.entrypoints.serve.exception_handling.error_response import (
             create_error_response,
         )

@@ -1,4 +1,4 @@
-"""Prompts of our own routes, rendered as vLLM's routes render theirs."""
+"""Prompts of our routes, rendered in the same way as for vLLM's routes."""
 
 from collections.abc import Awaitable
 from typing import Any
@@ -15,9 +15,7 @@ Tokens = list[NonNegativeInt]
 
 
 class PromptRequest(BaseModel):
-    """The fields of a body that name a model and a prompt: a text, token ids, or
-    messages.
-    """
+    """The fields of a body for a model and a prompt: a text, token ids, or messages."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -28,7 +26,7 @@ class PromptRequest(BaseModel):
 
 
 async def prompt_tokens(request: PromptRequest, state: Any) -> list[int]:
-    """Token ids of the prompt. ``state``: of vLLM's application."""
+    """Token ids of the prompt. ``state`` is the state of vLLM's application."""
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequestError("give either prompt or messages")
     if request.prompt is not None:
@@ -51,7 +49,7 @@ async def prompt_tokens(request: PromptRequest, state: Any) -> list[int]:
 
 
 async def rendered_tokens(rendering: Awaitable[Any]) -> list[list[int]]:
-    """Token ids of the prompts that vLLM renders; raises ``HTTPException`` for its
+    """Token ids of the prompts that vLLM renders. Raises ``HTTPException`` for vLLM's
     error response.
     """
     rendered = await rendering

@@ -1,10 +1,10 @@
 """Fields that HTTP responses carry beside OpenAI's, in completions and chat completions
 alike.
 
-``choices[i].diffusion`` holds the figures of a choice, in a stream up to its chunk.
-``provisional`` says what a denoising step changed in the running block, in chunks of
-its own, for responses that stream by step. These have no choices, so that clients that
-do not know them skip them.
+``choices[i].diffusion`` has the figures of a choice, in a stream up to its chunk.
+``provisional`` has the changes of a denoising step in the running block, in separate
+chunks, for responses that stream by step. These chunks have no choices, so that other
+clients skip them.
 """
 
 import asyncio
@@ -36,7 +36,9 @@ WITH_FIGURES = ("/v1/completions", "/v1/chat/completions", "/invocations")
 
 
 def fields_of(completion: Any, *, with_trace: bool) -> dict[str, Any]:
-    """The fields of a choice. What grows with the response, only the whole of it has."""
+    """The fields of a choice. Only a complete response has fields that grow with its
+    length.
+    """
     figures = getattr(completion, DIFFUSION, None)
     if figures is None:
         return {}
@@ -71,12 +73,13 @@ def stream_response(
 async def stream_with_fields(
     stream: Original, given: dict[str, Any]
 ) -> AsyncGenerator[str, None]:
-    """vLLM's ``stream`` of what is ``given``, with our fields and with chunks that show
-    running blocks. It runs in a task of its own, so that our chunks can be sent while
-    it waits for the next result."""
+    """vLLM's ``stream`` of the results ``given``, with our fields and with chunks that
+    show running blocks. vLLM's stream runs in a separate task, so that our chunks can
+    be sent while it waits for the next result."""
     request = given["request"]
     with_trace = _asks_for_trace(request.vllm_xargs)
-    is_chat = "created_time" not in given  # else the chunks say when the stream begins
+    # Otherwise the chunks say when the stream begins.
+    is_chat = "created_time" not in given
     head = {
         "id": given["request_id"],
         "object": "chat.completion.chunk" if is_chat else "text_completion",
@@ -86,9 +89,9 @@ async def stream_with_fields(
     send, receive = anyio.create_memory_object_stream[str](0)
     changes: defaultdict[int, BlockChanges] = defaultdict(BlockChanges)
     fields: dict[int, dict[str, Any]] = {}
-    """By choice, of the completions that vLLM is going to make chunks of."""
+    """Fields of each choice, for the completions from which vLLM makes chunks next."""
     begun: set[int] = set()
-    """Choices that have tokens."""
+    """Choices that have tokens already."""
 
     async def passed_on() -> AsyncGenerator[Any, None]:
         async for result in given["result_generator"]:
@@ -144,11 +147,11 @@ async def stream_with_fields(
 
 
 def _with_fields(event: str, fields: dict[int, dict[str, Any]]) -> str:
-    """A server-sent event of vLLM's, with our fields in the choices that bring tokens."""
+    """A server-sent event of vLLM, with our fields in the choices that bring tokens."""
     if not event.startswith(f"{_EVENT}{{"):
         return event
     chunk = json.loads(event.removeprefix(_EVENT))
-    # Chat begins with a chunk that only names the role.
+    # A chat begins with a chunk that has only the role.
     choices = [
         choice
         for choice in chunk.get("choices", ())
@@ -169,7 +172,7 @@ def _asks_for_trace(options: Mapping[str, Any] | None) -> bool:
 def with_figures(asked: OpenRequest, tokenizer: Any, body: bytes) -> Any:
     """A completion or chat completion with the figures of its choices."""
     response = json.loads(body)
-    if response is None:  # vLLM's answer to a client that has gone
+    if response is None:  # vLLM's answer to a client that has left.
         return None
     fields = choice_fields(asked, tokenizer)
     for choice, own in zip(response["choices"], fields, strict=True):

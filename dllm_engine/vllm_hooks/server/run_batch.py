@@ -1,5 +1,5 @@
-"""``vllm run-batch`` of vLLM 0.32: a file of requests, each answered or refused by
-itself. vLLM 0.33 refuses a file with a line that it cannot read before it loads a
+"""``vllm run-batch`` of vLLM 0.32: a file of requests, each of which is answered or
+refused separately. vLLM 0.33 refuses a file with an invalid line before it loads a
 model.
 """
 
@@ -28,8 +28,8 @@ from dllm_engine.vllm_hooks.server.settling import CHATS
 async def run_by_line(
     run_batch: Original, engine_client: EngineClient, args: Any
 ) -> None:
-    """Answer a file. vLLM parses all lines first, and one that it cannot read ends the
-    run without an answer to any."""
+    """Answer a file. vLLM parses all lines first, and an invalid line would end the run
+    without any answer."""
     if not is_ours(engine_client):
         await run_batch(engine_client, args)
         return
@@ -62,7 +62,7 @@ async def answer_line(
 
 
 def _read(line: str) -> BatchRequestInput:
-    """Read a line; raises ``ValueError`` for one that is no request for a chat."""
+    """Read a line. Raises ``ValueError`` if it is not a request for a chat."""
     fields = parsed_json(line)
     if not is_text(json.dumps(fields, ensure_ascii=False)):
         raise ValueError("its text must be valid Unicode")
@@ -77,12 +77,12 @@ def _read(line: str) -> BatchRequestInput:
             for fault in error.errors()
         )
         raise ValueError("; ".join(faults)) from None
-    except TypeError as error:  # of a check that expects a list
+    except TypeError as error:  # The error of a check that expects a list.
         raise ValueError(f"body: {error}") from None
 
 
 def _name(line: str) -> str:
-    """The line's ``custom_id``; an empty text where it cannot be read."""
+    """The line's ``custom_id``; an empty text if it cannot be read."""
     try:
         fields = parsed_json(line)
     except ValueError:

@@ -1,5 +1,5 @@
-"""What a request names beyond vLLM's fields, settled before vLLM answers it: templates,
-decisions, and lengths that it leaves open.
+"""Request fields beyond vLLM's, settled before vLLM answers the request: templates,
+decisions, and open lengths.
 """
 
 from typing import Any
@@ -34,28 +34,30 @@ _ROUTES: dict[str, tuple[str, Any]] = {
     MESSAGES: ("anthropic_serving_messages", AnthropicMessagesRequest),
     RESPONSES: ("openai_serving_responses", ResponsesRequest),
 }
-"""By route, the attribute of an application's state that answers it, and vLLM's class
-of its bodies.
+"""For each route, the attribute of the application's state that answers it, and vLLM's
+class of its bodies.
 """
 _NUMBERS = {"max_tokens", "n"}
-"""Fields that may be texts of numbers."""
+"""Number fields that may be texts."""
 
 
 async def settled_fields(
     fields: dict[str, Any], route: str, state: Any, asked: OpenRequest
 ) -> dict[str, Any]:
-    """The fields of a body as vLLM is to read them. Raises ``InvalidRequestError`` for
-    what cannot be served.
+    """The fields of a body that vLLM reads. Raises ``InvalidRequestError`` for a
+    request that cannot be served.
     """
-    if route == "/invocations":  # of SageMaker, for bodies of two routes
+    if route == "/invocations":  # SageMaker's route, for bodies of two routes.
         route = CHATS if "messages" in fields else COMPLETIONS
     name, request_class = _ROUTES.get(route, ("", None))
     serving = getattr(state, name, None)
-    if serving is None:  # or vLLM does not answer the route
+    if serving is None:  # Otherwise vLLM does not answer the route.
         return fields
     check_place(fields.keys() - request_class.model_fields.keys())
     if not isinstance(fields.get("vllm_xargs") or {}, dict):
-        raise InvalidRequestError("vllm_xargs is no object; give request options in it")
+        raise InvalidRequestError(
+            "vllm_xargs is not an object; give request options in it"
+        )
     _check_num_responses(fields)
     for name in ("stream", "tools"):
         # vLLM would return the last part only.
@@ -65,7 +67,8 @@ async def settled_fields(
                 f"each"
             )
     if route == RESPONSES:
-        # vLLM checks its own response, which repeats them and may have no null there.
+        # vLLM checks its response, which repeats these fields and must not have null
+        # there.
         fields = {
             name: value
             for name, value in fields.items()
@@ -74,7 +77,7 @@ async def settled_fields(
     if route == COMPLETIONS and fields.get("max_tokens") == -1:
         fields = {**fields, "max_tokens": None}  # no limit
     if route == COMPLETIONS and is_at_cursor(fields):
-        # An empty prompt can be completed, which vLLM refuses.
+        # vLLM refuses an empty prompt, but our models can complete it.
         request = _read({**fields, "prompt": "a"}, request_class)
         if request is None:
             return fields
@@ -100,7 +103,7 @@ async def settled_fields(
     if route != MESSAGES:
         fields = _without_limit(fields, state, asked)
     if route == COMPLETIONS and fields.get("max_tokens") is None:
-        # vLLM takes OpenAI's default of 16, which is none of ours.
+        # vLLM takes OpenAI's default of 16, which is not ours.
         asked.leaves_length_open = True
         fields = {name: x for name, x in fields.items() if name != "max_tokens"}
     return fields
@@ -109,8 +112,8 @@ async def settled_fields(
 def _without_limit(
     fields: dict[str, Any], state: Any, asked: OpenRequest
 ) -> dict[str, Any]:
-    """The fields without a length that is only a limit, since the length is chosen.
-    vLLM would refuse one that exceeds the context.
+    """The fields without the length, which is only a limit if the length is chosen.
+    vLLM would refuse a limit that exceeds the context.
     """
     limit = next((fields[name] for name in LENGTHS if fields.get(name)), None)
     if type(limit) is not int or limit < 1 or asked.filling is not None:
@@ -124,7 +127,7 @@ def _without_limit(
 
 
 def _read(fields: dict[str, Any], request_class: Any) -> Any:
-    """The request object of a body; None where vLLM will say what is wrong."""
+    """The request object of a body; None if vLLM will refuse it."""
     try:
         return request_class.model_validate(fields)
     except Exception:
@@ -137,7 +140,7 @@ def _values(request: Any) -> dict[str, Any]:
 
 
 async def settle(request: Any, serving: Any, asked: OpenRequest) -> None:
-    """Settle a request object of vLLM's. What JSON cannot carry, ``asked`` does."""
+    """Settle a request object of vLLM. ``asked`` carries values that JSON cannot."""
     if getattr(request, "use_beam_search", False):
         raise InvalidRequestError(NO_BEAM_SEARCH)
     if (
@@ -145,7 +148,7 @@ async def settle(request: Any, serving: Any, asked: OpenRequest) -> None:
         and not request.logprobs
         and hasattr(request, "top_logprobs")
     ):
-        request.top_logprobs = None  # which vLLM would take for those of the prompt
+        request.top_logprobs = None  # vLLM would take them for those of the prompt.
     await settle_template(request, serving, asked)
     await settle_decision(request, serving)
     xargs = getattr(request, "vllm_xargs", None) or {}
@@ -157,8 +160,8 @@ async def settle(request: Any, serving: Any, asked: OpenRequest) -> None:
 
 
 def _check_num_responses(fields: dict[str, Any]) -> None:
-    """vLLM limits prompts and ``n``, but not their product; and it makes all of these
-    requests at once.
+    """Refuse too many responses. vLLM limits prompts and ``n``, but not their product,
+    and it makes all of these requests at once.
     """
     prompts = fields.get("prompt") or fields.get("messages")
     num_responses = 1
@@ -175,7 +178,7 @@ def _check_num_responses(fields: dict[str, Any]) -> None:
 
 
 def _check_draws(fields: dict[str, Any], state: Any) -> None:
-    """vLLM refuses several greedy responses without saying what to do about it."""
+    """Refuse several greedy responses. vLLM's error does not say what to do."""
     if isinstance(n := fields.get("n"), int) and n > 1:
         defaults = state.vllm_config.model_config.override_generation_config
         temperature = fields.get("temperature")

@@ -1,5 +1,5 @@
-"""End of a server: its clients get an answer, and the exit status says whether its
-engine died.
+"""End of a server: clients get an answer, and the exit status says whether the engine
+died.
 """
 
 import asyncio
@@ -26,16 +26,17 @@ from dllm_engine.vllm_hooks.server.start import end_now, started_name
 logger = logging.getLogger(f"vllm.{__name__}")
 
 _TELLING_SECONDS = 1
-"""Time in which a drain tells requests that it ends them."""
+"""Time in which a drain ends requests with an error."""
 _CLOSING_SECONDS = 3
-"""For connections to close. A client that does not read its answer would keep one open.
+"""Time for connections to close. A client that does not read its answer would keep one
+open.
 """
 
 _TAKING_SECONDS = 0.1
-"""For connections that the system has taken to be answered."""
+"""Time to answer connections that the system has accepted."""
 _ENDING_SECONDS = 3
-"""For an engine that has nothing left to do. It frees its memory piece by piece, which
-takes longer on a busy machine; then it is killed.
+"""Time for an idle engine to end. It frees its memory piece by piece, which takes
+longer on a busy machine. Then it is killed.
 """
 
 
@@ -61,12 +62,11 @@ class EngineDied(GracefulHTTPError):
 async def serve_and_tell(
     serve_http: Callable[..., Awaitable[Any]], app: Any, sock: Any, **kwargs: Any
 ) -> Any:
-    """vLLM's ``serve_http``, which returns what is awaited last. It would stop the
-    engine first, leave the clients of a server that stops without an answer, and end
-    with status 0, not 1, if its engine died, so that no supervisor would start it
-    again."""
+    """Call vLLM's ``serve_http``, which returns an awaitable. Alone, it would stop the
+    engine first and leave clients without an answer. If the engine died, it would end
+    with status 0, not 1, so that no supervisor would start the server again."""
     engine = app.state.engine_client
-    if engine is None:  # a server may only render prompts
+    if engine is None:  # A server may only render prompts.
         return await serve_http(app, sock, **kwargs)
     loop = asyncio.get_running_loop()
     requests: OpenRequests = app.state.open_requests
@@ -77,10 +77,11 @@ async def serve_and_tell(
     def stop(timeout: float | None = None) -> None:  # in a thread
         server = app.state.server
         if not server.started:
-            end_now(signal.SIGTERM)  # it has no clients yet
+            end_now(signal.SIGTERM)  # It has no clients yet.
         requests.error = requests.error or ServerStopping()
         asyncio.run_coroutine_threadsafe(drain(timeout or 0), loop).result()
-        # Even at once: an engine that is killed leaves memory behind.
+        # Wait even if the server must stop at once: a killed engine leaves memory
+        # behind.
         stop_engine(timeout=_ENDING_SECONDS)
         loop.call_soon_threadsafe(close_connections, server.server_state.connections)
 
@@ -88,11 +89,11 @@ async def serve_and_tell(
         await requests.finished(seconds - min(_TELLING_SECONDS, seconds / 2))
         await requests.end(ServerStopping())
         if engine.output_handler is not None:
-            engine.output_handler.cancel()  # it would log that the engine is gone
+            engine.output_handler.cancel()  # It would log that the engine is gone.
         if sock is not None and kwargs.get("peer_loads") is None:
-            # New connections wait, then they are refused. Engine and workers have the
-            # socket too, so that the system would go on to take some, and break them
-            # at the end.
+            # New connections wait and are then refused. Engine and workers have the
+            # socket too, so the system would accept more connections and break them at
+            # the end.
             sock.listen(0)
             await asyncio.sleep(_TAKING_SECONDS)
             sock.shutdown(socket.SHUT_RDWR)
@@ -116,7 +117,7 @@ async def serve_and_tell(
         raise SystemExit(1)
 
     if sock is not None:
-        sock.listen()  # who reads the address may connect at once
+        sock.listen()  # A reader of the address may connect at once.
         _tell_address(app, sock)
     engine.shutdown = stop
     engine.output_processor.propagate_error = propagate_death
@@ -124,11 +125,11 @@ async def serve_and_tell(
     try:
         closing = await serve_http(app, sock, **kwargs)
     except psutil.Error:
-        # vLLM asks for the command of a process that has the port. That may be a worker
+        # vLLM reads the command of a process that has the port. That may be a worker
         # that ends at this moment.
         closing = app.state.server.shutdown()
     finally:
-        engine.shutdown = stop_engine  # vLLM calls it once more
+        engine.shutdown = stop_engine  # vLLM calls it once more.
     return (
         fail()
         if engine.errored and not isinstance(requests.error, ServerStopping)
@@ -137,11 +138,11 @@ async def serve_and_tell(
 
 
 def _tell_address(app: Any, sock: socket.socket) -> None:
-    """Log where a server listens, and its playground; a terminal's user is told the next
-    time how long it took."""
+    """Log the address of a server and of its playground, and store the seconds of the
+    start for the next start in a terminal."""
     args, address = app.state.args, sock.getsockname()
     seconds = time.time() - psutil.Process().create_time()
-    if sys.stdout.isatty():  # someone waited for it
+    if sys.stdout.isatty():  # A user has waited for it.
         remember_seconds(started_name(args.model), seconds)
     if sock.family == socket.AF_UNIX:
         logger.info("The server listens on %s, after %.0f s", address, seconds)
@@ -155,8 +156,8 @@ def _tell_address(app: Any, sock: socket.socket) -> None:
 
 
 def watch_processes(monitor: Original, self: Any) -> None:
-    """Wait for the end of an engine's process. vLLM waits until its pipe is closed,
-    which the engine's own workers hold open for seconds more."""
+    """Wait for the end of an engine's process. vLLM waits until its pipe is closed, but
+    the engine's workers hold the pipe open for some seconds more."""
     watched = {
         os.pidfd_open(process.pid): process
         for process in self.processes
