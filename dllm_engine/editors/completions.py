@@ -1,5 +1,6 @@
-"""Completions at a cursor, as editors send them to ``/v1/completions``: ``suffix`` or
-markers in the prompt, a length that is only a budget, penalties, texts of any length.
+"""Completions at a cursor on ``/v1/completions``, in the forms that editors send:
+``suffix`` or markers in the prompt, a length that is only a budget, penalties, texts of
+any length.
 """
 
 import re
@@ -26,11 +27,13 @@ _PENALTIES = {
 }
 """Fields of penalties, and the values that ask for none."""
 _LEAST_SHARE = 4
-"""The suffix may have this part of a context that is too short for both texts."""
+"""The suffix gets at least 1 / ``_LEAST_SHARE`` of a context that is too short for both
+texts.
+"""
 
 
 class Fitted(NamedTuple):
-    """Tokens of the texts around a cursor, and whether some were left out."""
+    """Tokens of the texts around a cursor, with a flag if some were left out."""
 
     prefixes: list[list[int]]
     suffix: list[int]
@@ -38,8 +41,8 @@ class Fitted(NamedTuple):
 
 
 def is_at_cursor(fields: dict[str, Any]) -> bool:
-    """Return True for a body that says what stands behind the text, or may do so by
-    markers.
+    """Return True for a body that names the text behind the cursor, or that may have it
+    in a prompt with markers.
     """
     prompt, suffix = fields.get("prompt"), fields.get("suffix")
     is_marked = isinstance(prompt, str) and read_markers(prompt) is not None
@@ -49,9 +52,8 @@ def is_at_cursor(fields: dict[str, Any]) -> bool:
 async def settle_completion(
     fields: dict[str, Any], serving: Any, asked: Any
 ) -> dict[str, Any]:
-    """The fields, as vLLM is to read them, of a body that ``is_at_cursor``. The hole, if
-    it is to be filled in, becomes the ``filling`` of what is ``asked``, an
-    ``OpenRequest``.
+    """The fields that vLLM reads, from a body that ``is_at_cursor``. If there is a hole
+    to fill in, it becomes the ``filling`` of ``asked``, an ``OpenRequest``.
     """
     around = _texts_around(fields, serving)
     if around is None:
@@ -68,7 +70,7 @@ async def settle_completion(
     budget = min(fields.get("max_tokens") or DEFAULT_BUDGET, LARGEST_BUDGET)
     if _is_blank(suffix, serving):
         suffix = ""
-    fit = make_async(fitted, serving.renderer._executor)  # in vLLM's threads for that
+    fit = make_async(fitted, serving.renderer._executor)  # in vLLM's threads
     max_model_len = serving.model_config.max_model_len
     room = max(max_model_len - budget, max_model_len // 2)
     texts = await fit(prefixes, suffix, tokenizer_of(serving), room)
@@ -91,7 +93,7 @@ async def settle_completion(
 def _texts_around(
     fields: dict[str, Any], serving: Any
 ) -> tuple[list[str | list[int]], str] | None:
-    """The prompts, and the text behind the cursor; None where there is none."""
+    """The prompts, and the text behind the cursor; None if there is none."""
     prompt, suffix = fields.get("prompt"), fields.get("suffix")
     if suffix is None:
         read = _read_markers(prompt, serving)
@@ -125,7 +127,9 @@ def _is_tokens(prompt: Any) -> bool:
 
 
 def _check(fields: dict[str, Any], around: Any, serving: Any) -> None:
-    """Raise ``InvalidRequestError`` for what is no completion at a cursor."""
+    """Raise ``InvalidRequestError`` for fields that a completion at a cursor cannot
+    have.
+    """
     _, suffix = around
     family = serving.model_config.hf_config.family
     check_suffix(
@@ -148,13 +152,13 @@ def _check(fields: dict[str, Any], around: Any, serving: Any) -> None:
 
 
 def tokenizer_of(serving: Any) -> Any:
-    """The tokenizer of a model that is served; None: it has none."""
+    """The tokenizer of the served model; None: it has none."""
     return serving.renderer.tokenizer
 
 
 def _is_blank(suffix: str, serving: Any) -> bool:
-    """Return True for whitespace, or an end token's text, which some clients send where
-    the cursor is at the end of a file.
+    """Return True for whitespace or an end token's text. Some clients send the latter
+    if the cursor is at the end of a file.
     """
     tokenizer = tokenizer_of(serving)
     ends = every_end_token(serving.model_config.hf_config)
@@ -165,10 +169,11 @@ def _is_blank(suffix: str, serving: Any) -> bool:
 def fitted(
     prefixes: Sequence[str | list[int]], suffix: str, tokenizer: Any, room: int
 ) -> Fitted:
-    """Tokens of the texts around a cursor. What exceeds ``room`` is left out at the far
-    ends, of the prefix first.
+    """Tokens of the texts around a cursor. If they exceed ``room``, the far ends are
+    left out, first that of the prefix.
     """
-    # A character more than may fit, so that what is left out here is one token at least.
+    # Keep a character more than may fit, so that the later cut removes at least one
+    # token.
     most = room * tokenizer.max_chars_per_token + 1
     behind = plain_tokens(suffix[:most], tokenizer)
     before = [
@@ -179,14 +184,14 @@ def fitted(
     num_behind = min(len(behind), max(room - longest, room // _LEAST_SHARE))
     num_before = room - num_behind
     is_cut = len(behind) > num_behind or longest > num_before
-    line_end = plain_tokens("\n", tokenizer)  # a prompt has at least one token
+    line_end = plain_tokens("\n", tokenizer)  # A prompt has at least one token.
     cut = [tokens[-num_before:] or line_end for tokens in before]
     return Fitted(cut, behind[:num_behind], is_cut)
 
 
 def plain_tokens(text: str, tokenizer: Any) -> list[int]:
-    """Tokens of a text, none of which is special: an editor may be editing a file that
-    names special tokens.
+    """Tokens of a text without special tokens: an edited file may have the text of a
+    special token.
     """
     pattern = _special_texts(tokenizer)
     cuts = [match.start() + 1 for match in pattern.finditer(text)] if pattern else []

@@ -1,4 +1,4 @@
-"""A completion at a cursor, as every route of editors asks for it, and its answer."""
+"""A request for a completion at a cursor, from any route of editors, and its answer."""
 
 import json
 import time
@@ -20,7 +20,7 @@ from dllm_engine.vllm_hooks.server.settling import COMPLETIONS, settled_fields
 
 @dataclass(frozen=True)
 class CursorRequest:
-    """A completion that is asked for at a cursor."""
+    """A request for a completion at a cursor."""
 
     prefix: str
     suffix: str | None = ""
@@ -28,7 +28,7 @@ class CursorRequest:
     context: Sequence[tuple[str, str]] = ()
     """Other files, by path."""
     budget: int | None = None
-    """Most tokens."""
+    """Limit on the tokens."""
     stops: Sequence[str] = ()
     num_choices: int = 1
     model: str | None = None
@@ -37,7 +37,7 @@ class CursorRequest:
     limit_ms: float | None = None
 
     def fields(self, serving: Any) -> dict[str, Any]:
-        """The body of ``/v1/completions`` that asks for it."""
+        """The body of ``/v1/completions`` for this request."""
         prefix, suffix = self.prefix, self.suffix
         if suffix is None:
             prefix, suffix = around_cursor(prefix, serving)
@@ -56,9 +56,7 @@ class CursorRequest:
 
 
 class SamplingFields(BaseModel):
-    """Fields of bodies that say how to sample and where to stop. Fields that are not
-    declared are ignored.
-    """
+    """Fields of bodies for sampling and stop strings. Undeclared fields are ignored."""
 
     model: str | None = None
     stop: str | list[str] | None = None
@@ -73,7 +71,9 @@ class SamplingFields(BaseModel):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Fields of ``/v1/completions``. A seed below 0 is none; Tabby's have 64 bits."""
+        """Fields of ``/v1/completions``. A seed below 0 means no seed. Tabby's seeds have
+        64 bits.
+        """
         fields = self.model_dump(include={"temperature", "top_p", "top_k"})
         seed = None if self.seed is None or self.seed < 0 else self.seed % 2**63
         return fields | {"seed": seed}
@@ -91,7 +91,7 @@ class Part(NamedTuple):
     text: str
     finish_reason: str | None
     num_tokens: int
-    """Tokens of the choice up to here."""
+    """Number of tokens of the choice up to and with this part."""
 
 
 @dataclass
@@ -105,14 +105,14 @@ class Choice:
 
 @dataclass
 class Answer:
-    """An answer, and the parts that it is still to get."""
+    """An answer, and the parts that are still to come."""
 
     id: str
     model: str
     coming: AsyncGenerator[Part, None]
     num_prompt_tokens: int = 0
     limit_ms: float | None = None
-    """Time after which choices that have a line are complete."""
+    """Time after which a choice with at least a line is complete, in milliseconds."""
     is_cut: bool = False
     """True if the texts around the cursor did not fit."""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -129,8 +129,8 @@ class Answer:
         }
 
     async def parts(self) -> AsyncGenerator[Part, None]:
-        """Parts as they come, which are then in ``choices``. Raises ``HTTPException``
-        for what ends the answer with an error.
+        """Parts as they come. They are then in ``choices`` too. Raises
+        ``HTTPException`` if an error ends the answer.
         """
         async with aclosing(self.coming) as coming:
             async for part in coming:
@@ -158,7 +158,7 @@ class Answer:
 
 
 async def known(text: str) -> AsyncGenerator[Part, None]:
-    """The parts of an answer that no model is asked for."""
+    """The parts of an answer that needs no model."""
     yield Part(0, text, "stop", 0)
 
 
@@ -185,8 +185,8 @@ async def _coming(events: AsyncGenerator[str, None]) -> AsyncGenerator[Part, Non
 
 
 async def ask(request: CursorRequest, state: Any, request_id: str) -> Answer:
-    """The answer to a request. ``state``: of vLLM's application. Raises
-    ``HTTPException`` and ``InvalidRequestError`` for what cannot be served.
+    """The answer to a request. ``state`` is the state of vLLM's application. Raises
+    ``HTTPException`` or ``InvalidRequestError`` for a request that cannot be served.
     """
     serving, asked = state.openai_serving_completion, open_request.get()
     assert asked is not None, "Answers is in front"
@@ -197,7 +197,7 @@ async def ask(request: CursorRequest, state: Any, request_id: str) -> Answer:
     body = CompletionRequest.model_validate(
         settled | {"stream": True, "stream_options": usage, "request_id": request_id}
     )
-    # vLLM's class takes fewer than editors send.
+    # vLLM's class has a lower limit than editors send.
     body.stop = asked.stops
     events = await serving.create_completion(body)
     if isinstance(events, ErrorResponse):

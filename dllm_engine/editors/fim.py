@@ -1,4 +1,4 @@
-"""``/v1/fim/completions``, as Mistral's and Inception's clients ask and read."""
+"""The route ``/v1/fim/completions`` for clients of Mistral and Inception."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from dllm_engine.editors.forms import Form
 
 
 class FimBody(SamplingFields):
-    """The body of a request. Fields that are not here are ignored."""
+    """The body of a request. Other fields are ignored."""
 
     prompt: str
     suffix: str | None = None
@@ -31,7 +31,7 @@ class FimBody(SamplingFields):
 
 
 class FimForm(Form):
-    """Choices have the text of a completion and the message of a chat: each client
+    """Choices have the text of a completion and the message of a chat. Each client
     reads one of them.
     """
 
@@ -51,7 +51,7 @@ class FimForm(Form):
         return _body(self.kind, answer, choices) | {"usage": answer.usage}
 
     def content(self, text: str) -> str:
-        """The message for what was filled in."""
+        """The content of a message, for the text that was filled in."""
         return text
 
     def part(self, answer: Answer, part: Part) -> dict[str, Any] | None:

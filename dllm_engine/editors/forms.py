@@ -14,7 +14,7 @@ class Form:
     """Text behind the last event of a stream."""
 
     def __init__(self, body: Any) -> None:
-        """``body``: of the request."""
+        """``body``: body of the request."""
         self.body = body
 
     def whole(self, answer: Answer) -> Any:
@@ -22,7 +22,7 @@ class Form:
         raise NotImplementedError
 
     def part(self, answer: Answer, part: Part) -> dict[str, Any] | None:
-        """The event of a part that has come; None: there is none."""
+        """The event of a new part; None: there is none."""
         return None
 
     def final(self, answer: Answer) -> dict[str, Any] | None:

@@ -1,8 +1,8 @@
-"""``/v1/edit/completions`` and ``/v1/apply/completions``, as clients of Inception's
-models ask and read.
+"""The routes ``/v1/edit/completions`` and ``/v1/apply/completions`` for clients of
+Inception's models.
 
-What is not at the cursor cannot change: it is given. An edit fills in the rest of the
-cursor's line, and an application copies the lines of the file that it keeps.
+Only the text at the cursor can change. An edit fills in the rest of the cursor's line,
+and an application copies the lines of the file that it keeps.
 """
 
 import re
@@ -39,7 +39,7 @@ class Message(BaseModel):
 
 
 class ChatBody(SamplingFields):
-    """The fields that both routes take. Fields that are not here are ignored."""
+    """The fields of both routes. Other fields are ignored."""
 
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = Field(default=None, ge=-1)
@@ -47,7 +47,7 @@ class ChatBody(SamplingFields):
 
     @property
     def content(self) -> str:
-        """The last message, which has the tags."""
+        """The content of the last message, which has the tags."""
         return self.messages[-1].content
 
 
@@ -55,8 +55,8 @@ class EditBody(ChatBody):
     """The body of an edit: a region with a cursor, and the text around it."""
 
     def parts(self) -> tuple[str, str, str, str, str]:
-        """The text before the region, the region up to the cursor, the rest of its
-        line, the region behind that, and what follows of the file.
+        """The text before the region, the region up to the cursor, the rest of the
+        cursor's line, the rest of the region, and the rest of the file.
         """
         match = _REGION.search(self.content)
         if match is None:
@@ -87,7 +87,7 @@ class EditBody(ChatBody):
 
 
 class ApplyBody(ChatBody):
-    """The body of an application: a file, and a snippet that says how it changes."""
+    """The body of an application: a file, and a snippet with its changes."""
 
     def request(self) -> Merge:
         for tags in (_APPLIED, _TAGS):
@@ -104,7 +104,9 @@ class ApplyBody(ChatBody):
 
 
 class EditForm(FimForm):
-    """The edited region in a fence, which clients cut it out of. It comes at once."""
+    """The edited region in a fence, from which clients cut it out. It comes in one
+    part.
+    """
 
     kind = "edit.completion"
 
@@ -123,7 +125,7 @@ class EditForm(FimForm):
 
 
 def models(config: Any, names: list[str]) -> dict[str, Any]:
-    """The answer of the lists of models."""
+    """The answer of routes that list models."""
     listed = [
         {
             "id": name,

@@ -1,4 +1,4 @@
-"""``/infill`` and ``/completion``, as clients of llama.cpp's server ask and read."""
+"""The routes ``/infill`` and ``/completion`` for clients of llama.cpp's server."""
 
 from typing import Any
 
@@ -23,8 +23,8 @@ class ExtraFile(BaseModel):
 
 
 class LlamaBody(SamplingFields):
-    """The fields that both routes take. Fields that are not here are ignored, and so is
-    the model's name: clients send one that llama.cpp does not look at.
+    """The fields of both routes. Other fields are ignored, and so is the model's name:
+    clients send a name that llama.cpp does not read.
     """
 
     n_predict: int | None = Field(
@@ -54,7 +54,7 @@ class InfillBody(LlamaBody):
     input_suffix: str
     input_extra: list[ExtraFile] | None = None
     prompt: str | None = None
-    """The begin of the cursor's line, which is not in ``input_prefix``."""
+    """The begin of the cursor's line. It is not in ``input_prefix``."""
 
     def request(self) -> CursorRequest | str:
         if self.n_predict == 0:  # to have the texts read, which nothing is kept of
@@ -67,7 +67,7 @@ class InfillBody(LlamaBody):
 
 
 class CompletionBody(LlamaBody):
-    """The body of ``/completion``, whose prompt may have markers."""
+    """The body of ``/completion``. The prompt may have markers."""
 
     prompt: str
 
@@ -110,7 +110,7 @@ class LlamaForm(Form):
         }
 
     def _kept(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The fields that were asked for. ``a/b`` is field b of a."""
+        """The response fields that the request names. ``a/b`` is field b of a."""
         wanted = self.body.response_fields
         if wanted is None:
             return body

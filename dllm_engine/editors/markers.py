@@ -1,5 +1,5 @@
-"""Prompts in which an editor marks the text before and behind the cursor, as models
-that write from left to right are trained to read them.
+"""Prompts in which an editor marks the text before and behind the cursor, in the forms
+on which left-to-right models are trained.
 """
 
 import re
@@ -26,9 +26,9 @@ _MARKERS = (
     # Mercury's prompts have no marker before the prefix.
     Markers("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", needs_prefix=False),
     Markers("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
-    Markers("<PRE> ", " <SUF> ", " <MID>"),  # as twinny writes it
+    Markers("<PRE> ", " <SUF> ", " <MID>"),  # twinny's form
     Markers("<PRE> ", " <SUF>", " <MID>"),
-    Markers("<PRE>", " <SUF> ", " <MID>"),  # twinny's, with other files
+    Markers("<PRE>", " <SUF> ", " <MID>"),  # twinny's form with other files
     Markers("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
     Markers("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>"),
     Markers("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
@@ -62,9 +62,9 @@ def _around_in_codestrals_order(prompt: str) -> Around | None:
 
 
 def _around(text: str, markers: Markers) -> Around | None:
-    """The texts around the cursor in ``text``, which has lost the marker at its end. An
-    editor may be editing a text that has markers itself: the last one before the suffix
-    counts, and the first before the prefix.
+    """The texts around the cursor in ``text``, which is without the marker at its end.
+    The edited text may have markers itself: the last suffix marker counts, and the
+    first prefix marker.
     """
     behind, before = text.rfind(markers.suffix), text.find(markers.prefix)
     if behind < 0 or (before < 0 and markers.needs_prefix):
@@ -93,6 +93,6 @@ def _files(context: str) -> str:
 
 
 def file_text(path: str, text: str) -> str:
-    """A file as models see it in front of the one that is edited."""
+    """The text of another file, as models read it before the edited file."""
     line_end = "\n" if text and not text.endswith("\n") else ""
     return f"# {path}\n{text}{line_end}"

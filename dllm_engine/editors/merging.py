@@ -1,10 +1,10 @@
-"""A file, changed as a snippet says that stands for it: comments such as ``# ...
-existing code ...`` mean lines of the file, which are copied.
+"""Changes of a file by a snippet. In the snippet, comments such as ``# ... existing
+code ...`` stand for lines of the file, which are copied.
 
-The parts of the snippet between such comments take the place of the lines that they
-share with the file and of what is between those. Where a part fits several places
-equally well, or is a block that shares no line, forward passes choose: the place where
-the part makes the text most probable.
+A part of the snippet between such comments replaces the lines that it shares with the
+file, and the lines between those. If a part fits several places equally well, or is a
+block that shares no line, forward passes choose the place where it makes the text most
+probable.
 """
 
 import re
@@ -27,36 +27,38 @@ _KEPT = re.compile(
 )
 
 _ALIKE, _COMPARED_CHARACTERS = 0.6, 200
-"""Share of characters that a changed line has in common with the one before, and the
-characters that are looked at.
+"""Share of characters that a changed line has in common with the old line, and the
+number of characters that are compared.
 """
 _EDGE = 4.0
-"""What a shared line counts at a part's begin or end; 1 elsewhere. A line that the file
-has n times counts 1/n of it.
+"""Weight of a shared line at the begin or end of a part; other lines have 1. A line
+that the file has n times has 1/n of its weight.
 """
 _REMOVED = 1 / 24
-"""What a line of the file between two shared lines costs."""
+"""Cost of a line of the file between two shared lines."""
 _MOST_PLACES = 64
 _SEEN, _NEAR = 96, 8
-"""Tokens on either side of a place that passes see, and those of which the probability
-counts.
+"""Number of tokens on either side of a place that passes see, and of tokens whose
+probability counts.
 """
 _SEEN_PART = 64
-"""Tokens of a part's begin, and of its end, that passes see."""
+"""Number of tokens at the begin and at the end of a part that passes see."""
 _CHARACTERS = 1024
-"""Of a text whose tokens passes may see; of a part twice as many."""
+"""Limit on the characters of a text that is tokenized for passes. A part may have twice
+as many.
+"""
 
 Encode = Callable[[str], list[int]]
 
 
 class Merge(NamedTuple):
-    """A file, and a snippet that says how it changes."""
+    """A file, and a snippet with its changes."""
 
     original: str
     snippet: str
 
     async def text(self, serving: Any) -> str:
-        """The changed file, by the model that is served."""
+        """The changed file. The served model compares places."""
         tokenizer = tokenizer_of(serving)
         can_compare = serving.model_config.hf_config.family.attention == "full"
         encode = partial(plain_tokens, tokenizer=tokenizer) if can_compare else None
@@ -65,15 +67,15 @@ class Merge(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Begin and end of the file's lines that a part takes the place of."""
+    """Begin and end of the lines of the file that a part replaces."""
 
     begin: int
     end: int
 
 
 def merged(original: str, snippet: str, encode: Encode | None) -> Passes[str]:
-    """The changed file. ``encode`` gives a text's tokens; None: no model can compare
-    places. Raises ``InvalidRequestError`` for a part whose place nobody can tell.
+    """The changed file. ``encode`` gives the tokens of a text; None: no model can
+    compare places. Raises ``InvalidRequestError`` for a part without a clear place.
     """
     parts = _parts(snippet)
     if len(parts) == 1:
@@ -119,7 +121,7 @@ def _told(part: Sequence[str]) -> str:
 
 
 def _parts(snippet: str) -> list[list[str]]:
-    """The lines between comments that stand for the file's own."""
+    """The parts of the snippet between comments that stand for lines of the file."""
     parts: list[list[str]] = [[]]
     for line in snippet.removesuffix("\n").split("\n"):
         if _KEPT.fullmatch(line):
@@ -130,18 +132,22 @@ def _parts(snippet: str) -> list[list[str]]:
 
 
 def _shared_places(part: list[str], lines: list[str], position: int) -> list[Place]:
-    """The places from ``position`` on whose lines are most like the part's; none where
-    it shares no line, or only those that the file has too often to tell a place.
+    """The places from ``position`` on whose lines are most like the part. Empty if the
+    part shares no line, or only lines that the file has more than ``_MOST_PLACES``
+    times.
     """
     numbers: dict[str, list[int]] = {}
     for number in range(position, len(lines)):
         numbers.setdefault(lines[number].rstrip(), []).append(number)
     numbers.pop("", None)
     first, last = _num_blank(part), len(part) - 1 - _num_blank(part[::-1])
-    # Of the shared lines up to one of the file's: what they count, and the first one.
+    # For a line of the file, the weight of the shared lines up to it, and the first of
+    # them.
     best: dict[int, tuple[float, int]] = {}
     steps: list[int] = []
-    """Lines with more than all before them, costs of what is between left out."""
+    """Lines whose weight, without the costs of lines between, exceeds that of all lines
+    before them.
+    """
     counts: list[tuple[float, int]] = []
     for number, line in enumerate(part):
         shared = numbers.get(line.rstrip(), [])
@@ -179,7 +185,7 @@ def _shared_places(part: list[str], lines: list[str], position: int) -> list[Pla
 def _widened(
     begin: int, end: int, part: list[str], lines: list[str], position: int
 ) -> Place:
-    """The place with the lines beside it that the part has changed."""
+    """The place, extended by the lines beside it that the part has changed."""
     own = {line.rstrip() for line in lines[begin:end]} - {""}
     shared = [number for number, line in enumerate(part) if line.rstrip() in own]
     for line in takewhile(str.strip, reversed(part[: shared[0]])):
@@ -190,7 +196,7 @@ def _widened(
 
 
 def _is_like(line: str, before: str) -> bool:
-    """Return True for a line that is one of the file's, changed."""
+    """Return True if ``line`` may be a changed form of the line ``before``."""
     changed, own = (text.strip()[:_COMPARED_CHARACTERS] for text in (line, before))
     if not changed or not own:
         return False
@@ -198,8 +204,8 @@ def _is_like(line: str, before: str) -> bool:
 
 
 def _places_of_block(part: list[str], lines: list[str], position: int) -> list[Place]:
-    """The places from ``position`` on between blocks of the part's indentation, behind
-    the blank lines between them; none where the part is no block.
+    """The places from ``position`` on between blocks with the part's indentation,
+    behind the blank lines between them. Empty if the part is not a block.
     """
     first, *others = filter(str.strip, part)
     own = _indent(first)
@@ -222,8 +228,8 @@ def _indent(line: str) -> int:
 
 
 def _as_in_file(part: list[str], lines: list[str], begin: int, end: int) -> list[str]:
-    """The part with the file's own lines and line ends; one that takes no line's place
-    has as many blank lines behind it as are before it.
+    """The part with the lines and line ends of the file. If it replaces no line, it
+    gets as many blank lines behind it as are before it.
     """
     own = {line.rstrip(): line for line in lines[begin:end]}
     carriage = "\r" if lines[0].endswith("\r") else ""
@@ -239,7 +245,9 @@ def _num_blank(lines: Sequence[str]) -> int:
 
 
 def _joined(above: list[str], below: list[str]) -> list[str]:
-    """Two texts, with as many blank lines between them as one of them has there."""
+    """Two texts, with as many blank lines between them as the text that has more of
+    them there.
+    """
     if not any(map(str.strip, above)) or not any(map(str.strip, below)):
         return above + below
     num_above, num_below = _num_blank(above[::-1]), _num_blank(below)
@@ -251,8 +259,8 @@ def _joined(above: list[str], below: list[str]) -> list[str]:
 def _probes(
     part: list[str], lines: list[str], places: Sequence[Place], encode: Encode | None
 ) -> list[tuple[int, int, Probe]]:
-    """Probes of the text with the part in each place (1), and without it (-1), each
-    asking about every other token.
+    """Probes of the text with the part in each place (1), and without it (-1). Each
+    probe masks every other token.
     """
     if encode is None or len(places) > _MOST_PLACES:
         who = (

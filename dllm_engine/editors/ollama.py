@@ -1,4 +1,6 @@
-"""``/api/generate`` and what Ollama's clients ask before it. There is no chat."""
+"""The route ``/api/generate``, and the routes that Ollama's clients call before it.
+There is no chat.
+"""
 
 import json
 import time
@@ -16,7 +18,7 @@ from dllm_engine.editors.cursor import (
 from dllm_engine.editors.forms import Form
 
 VERSION = "0.6.4"
-"""The one whose routes these are; some clients ask for at least this one."""
+"""The version of Ollama with these routes. Some clients need at least this one."""
 
 
 class OllamaOptions(SamplingFields):
@@ -26,7 +28,7 @@ class OllamaOptions(SamplingFields):
 
 
 class GenerateBody(BaseModel):
-    """The body of ``/api/generate``. Fields that are not here are ignored."""
+    """The body of ``/api/generate``. Other fields are ignored."""
 
     model: str
     prompt: str | None = None
@@ -36,8 +38,8 @@ class GenerateBody(BaseModel):
     options: OllamaOptions | None = None
 
     def request(self) -> CursorRequest | str:
-        """``raw`` prompts have markers, if they are for a cursor. Without a prompt, the
-        model is to be loaded, which it is.
+        """The request of this body. ``raw`` prompts for a cursor have markers. A body
+        without a prompt asks to load the model, which is loaded already.
         """
         if not self.prompt:
             return ""
@@ -59,7 +61,7 @@ class ShowBody(BaseModel):
 
 
 class OllamaForm(Form):
-    """Lines of JSON."""
+    """The form of Ollama's answers: lines of JSON."""
 
     media_type = "application/x-ndjson"
 
@@ -128,8 +130,8 @@ def tags(config: Any, names: list[str]) -> dict[str, Any]:
 
 
 def shown(config: Any) -> dict[str, Any]:
-    """The answer of ``/api/show``. Clients look into template and capabilities for
-    whether the model fills in.
+    """The answer of ``/api/show``. From template and capabilities, clients read whether
+    the model can fill in.
     """
     family = config.hf_config.model_type
     fills_in = config.hf_config.family.attention == "full"

@@ -1,4 +1,4 @@
-"""The routes of editors: who asks in which form, and how the answer is sent."""
+"""The routes of editors: the forms of their requests and answers."""
 
 import json
 from collections.abc import AsyncGenerator, Callable
@@ -35,8 +35,9 @@ ROUTES: dict[str, tuple[Any, type[Form]]] = {
     "/v1/edit/completions": (inception.EditBody, inception.EditForm),
     "/v1/apply/completions": (inception.ApplyBody, fim.FimForm),
 }
-"""By route, the class of its bodies and the form of its answers. A body's ``request()``
-is a ``CursorRequest``, a ``Merge``, or the text of an answer that needs no model.
+"""For each route, the class of its bodies and the form of its answers. A body's
+``request()`` is a ``CursorRequest``, a ``Merge``, or the text of an answer that needs
+no model.
 """
 FACTS: dict[str, Callable[[Any, list[str]], dict[str, Any]]] = {
     "/v1/fim/completions/models": inception.models,
@@ -46,18 +47,22 @@ FACTS: dict[str, Callable[[Any, list[str]], dict[str, Any]]] = {
     "/api/version": ollama.version,
     "/api/tags": ollama.tags,
 }
-"""Routes that say something of the model, by its config and its names."""
+"""Routes with facts about the model, and the functions that make them from its config
+and its names.
+"""
 SHOW = "/api/show"
 OWN_BODIES = (*ROUTES, SHOW)
-"""Routes whose bodies have fields of their own."""
+"""Routes whose bodies have their own fields."""
 GUARDED = ("/infill", "/completion", "/props", "/api/")
-"""Beginnings of routes that ask for the server's API key, beside ``/v1``."""
+"""Beginnings of routes that need the server's API key, in addition to ``/v1``."""
 REPLACED = ("/health",)
-"""Routes of vLLM's that are replaced."""
+"""Routes of vLLM that are replaced."""
 
 
 async def _read_body(raw_request: Request) -> bytes:
-    """The body. Read before a handler runs: it watches what the client sends then."""
+    """The body. It is read before a handler runs, because the handler then watches the
+    client's messages.
+    """
     return await raw_request.body()
 
 
@@ -96,7 +101,7 @@ def _completer(body_class: Any, form_class: type[Form]) -> Callable[..., Any]:
 
 
 def _failed(error: Exception, form_class: type[Form]) -> JSONResponse:
-    """The answer where a request has failed."""
+    """The answer to a failed request."""
     if isinstance(error, HTTPException):
         status, message = error.status_code, str(error.detail)
     else:
@@ -106,7 +111,7 @@ def _failed(error: Exception, form_class: type[Form]) -> JSONResponse:
 
 
 def _parsed(body: bytes, kind: Any) -> Any:
-    """The body as an object of ``kind``, a class of pydantic's."""
+    """The body as an object of ``kind``, a pydantic class."""
     try:
         fields = json.loads(body)
         json.dumps(fields, ensure_ascii=False).encode()
@@ -144,7 +149,7 @@ async def _events(answer: Answer, form: Form) -> AsyncGenerator[str, None]:
 
 
 def _served(raw_request: Request) -> tuple[Any, list[str]]:
-    """The model's config, and the names that it is served by."""
+    """The config of the served model, and its names."""
     models = raw_request.app.state.openai_serving_models
     return models.model_config, [each.name for each in models.base_model_paths]
 
@@ -169,11 +174,11 @@ async def _show_model(body: Body, raw_request: Request) -> JSONResponse:
 
 
 async def _show_health(raw_request: Request) -> JSONResponse:
-    """vLLM's answer, with the body that clients of llama.cpp read."""
+    """vLLM's health answer, with the body that clients of llama.cpp read."""
     status = (await health(raw_request)).status_code
     return JSONResponse({"status": "ok" if status == 200 else "error"}, status)
 
 
 async def _greet() -> PlainTextResponse:
-    """The words by which clients know a server of Ollama's routes."""
+    """The text by which clients recognize Ollama's server."""
     return PlainTextResponse("Ollama is running")

@@ -1,3 +1,3 @@
-"""Filling in: responses of which the caller gives some tokens and the model writes the
+"""Filling in: the caller gives some tokens of a response, and the model writes the
 others.
 """

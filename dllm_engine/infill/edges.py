@@ -1,13 +1,14 @@
-"""Words that a cursor has cut: the given tokens beside a hole, opened again.
+"""Words that a cursor has cut: given tokens beside a hole become part of the hole.
 
 A tokenizer that has a token ``print`` never writes ``pri`` before ``nt``, so a model
 that sees ``pri`` finds nothing probable behind it. So the token is left out, and the
-hole begins with any token whose text begins with ``pri``; the answer is what is behind
-that. Likewise at the end of the hole.
+hole begins with any token whose text begins with ``pri``. The answer is the text behind
+``pri``. The end of the hole is treated in the same way.
 
-``pri`` may itself be several tokens, of which the one beside the hole is opened. If a
-token begins with the text of several, all of these are opened where the model says so:
-a forward pass compares the probability of such tokens with that of the given one.
+``pri`` may itself be several tokens. Then the token beside the hole is opened. If a
+token begins with the text of several of them, a forward pass compares the probability
+of such tokens with that of the given token, and the model chooses whether all of them
+are opened.
 """
 
 import json
@@ -30,20 +31,20 @@ from dllm_engine.request_options.sampling_params import HOLE_EDGES, bytes_in
 
 _LAST = "\U0010ffff"
 _NEAR = 8
-"""Tokens among which those before a hole are decoded."""
+"""Number of tokens that are decoded together with tokens before a hole."""
 _MOST_OPENED = 4
-"""Tokens on one side of a hole that are opened together."""
+"""Limit on the tokens on one side of a hole that are opened together."""
 _MOST_COMPARED = 64
-"""Tokens that may have their text."""
+"""Limit on the tokens that may stand in the place of several tokens."""
 _MOST_REPEATED = 64
-"""Characters behind a hole that its end must not repeat."""
+"""Number of characters behind a hole that its end must not repeat."""
 _SEEN, _MASKS = 256, 4
-"""Given tokens on either side, and masks between, that the comparison sees."""
+"""Number of given tokens on either side, and of masks between, in the comparison."""
 
 
 class Vocabulary:
-    """The tokens of a tokenizer that are no special ones, by their beginnings and by
-    their ends.
+    """The tokens of a tokenizer except special ones, by their beginnings and by their
+    ends.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -77,14 +78,14 @@ vocabulary_of = lru_cache(maxsize=4)(Vocabulary)
 
 @dataclass(frozen=True)
 class Edge:
-    """Given tokens beside a hole that became a part of it."""
+    """Given tokens beside a hole that are opened."""
 
     given: tuple[int, ...] = ()
     name: str = ""
-    """The tokens as the tokenizer names them."""
+    """Text of the given tokens, as the tokenizer writes it."""
     text: str = ""
     tokens: tuple[int, ...] = ()
-    """Those that may stand in their place."""
+    """Tokens that may stand in their place."""
 
 
 NO_EDGE = Edge()
@@ -92,18 +93,19 @@ NO_EDGE = Edge()
 
 @dataclass(frozen=True)
 class Opened:
-    """A prompt and a template whose tokens beside the hole are a part of it."""
+    """A prompt and a template without the opened tokens."""
 
     prompt: list[int]
     template: Template
     vocabulary: Vocabulary | None = None
-    """Of the tokenizer, if its only hole is one whose end is free."""
+    """The tokenizer's vocabulary, if the template has a single hole whose end is free.
+    """
     before: Edge = NO_EDGE
     behind: Edge = NO_EDGE
 
     @property
     def texts(self) -> tuple[str, str]:
-        """The given texts that a hole begins and ends with."""
+        """The given texts with which a hole begins and ends."""
         return self.before.text, self.behind.text
 
     @property
@@ -113,7 +115,7 @@ class Opened:
 
     @cached_property
     def both(self) -> tuple[int, ...]:
-        """Tokens that begin and end as both edges say."""
+        """Tokens that fit both edges."""
         if self.count < 2 or self.vocabulary is None:
             return ()
         names, ends = self.vocabulary.names, {*self.behind.tokens}
@@ -132,10 +134,11 @@ class Opened:
     def put(
         self, params: SamplingParams, template: Sequence[int | None], *, rank: int
     ) -> None:
-        """Put what the hole of a response may begin and end with into parameters.
+        """Set the allowed begin and end of the response's hole in the parameters.
 
-        ``rank``: of the length among those of the hole, the best is 0. On others, masks
-        are left over, of which the likeliest tokens are those behind the hole.
+        ``rank``: rank of the length among the lengths of the hole, the best is 0. At
+        other lengths, masks are left over, and the likeliest tokens there are those
+        behind the hole.
         """
         if self.vocabulary is None or None not in template:
             return
@@ -154,15 +157,15 @@ class Opened:
         params.extra_args = {**(params.extra_args or {}), HOLE_EDGES: packed}
 
     def _allowed(self, first: int, length: int) -> dict[int, tuple[int, ...]]:
-        """What a hole may begin and end with, by the place in its template."""
+        """The tokens with which a hole may begin and end, by the place in its template."""
         if self.count > 1 and length == 1:
             return {first: self.both}
         places = (first, self.before), (first + length - 1, self.behind)
         return {place: edge.tokens for place, edge in places if edge.given}
 
     def _repeating(self, behind: Sequence[int | None]) -> list[int]:
-        """Tokens that would let a hole end with the begin of the text behind it, or
-        with a token of that.
+        """Tokens with which the end of a hole would repeat the begin of the text behind
+        it, or a token of that text.
         """
         vocabulary = self.vocabulary
         assert vocabulary is not None
@@ -181,10 +184,10 @@ class Openable:
     prompt: list[int]
     template: Template
     vocabulary: Vocabulary | None = None
-    """As of ``Opened``."""
+    """As in ``Opened``."""
     before: Sequence[Edge] = (NO_EDGE,)
     behind: Sequence[Edge] = (NO_EDGE,)
-    """One on each side, or two, of which the first has more tokens."""
+    """One or two edges on each side. Of two, the first has more tokens."""
 
     def opened(self, before: Edge, behind: Edge) -> Opened:
         """Leave out the tokens of these edges."""
@@ -198,8 +201,8 @@ class Openable:
         return Opened(prompt, template, self.vocabulary, before, behind)
 
     def probes(self) -> Iterator[Probe]:
-        """Where there are two edges, a probe that asks about the tokens of the first,
-        and last about the given token that is farthest from the hole.
+        """For two edges on a side, a probe for the tokens of the first edge and, last,
+        for the given token that is farthest from the hole.
         """
         if len(self.before) < 2 and len(self.behind) < 2:
             return
@@ -225,8 +228,8 @@ def given_around(template: Template) -> tuple[list[int], list[int]]:
 
 
 def chosen_openings(openables: Sequence[Openable]) -> Passes[list[Opened]]:
-    """The templates with their edges: of two on a side, the first if its tokens are
-    more probable than the given one.
+    """The templates with their edges. Of two edges on a side, the first is chosen if
+    its tokens are more probable than the given token.
     """
     probes = [probe for each in openables for probe in each.probes()]
     answers = iter((yield probes) if probes else ())
@@ -241,7 +244,7 @@ def chosen_openings(openables: Sequence[Openable]) -> Passes[list[Opened]]:
 
 
 def stops_of(get: Callable[[str], Any]) -> list[str] | None:
-    """The stop strings of a request, by its fields; None where it asks about tokens or
+    """The stop strings in a request's fields. None if the request asks for tokens or
     texts that would not be given any more.
     """
     counts = ("logprobs", "structured_outputs", "response_format")
@@ -259,8 +262,8 @@ def openings(
     *,
     in_chat: bool,
 ) -> Openable:
-    """The edges that the open hole of a template that has no other may have, where the
-    tokens beside it are parts of words. The prompt of a chat ends with none.
+    """The possible edges of a template's only hole, if it is open and the tokens beside
+    it are parts of words. The prompt of a chat does not end with an edge.
     """
     num_holes = sum(not isinstance(part, list) for part in template.parts)
     if num_holes != 1 or not template.open_holes or stops is None:
@@ -281,8 +284,8 @@ def openings(
 def _edges(
     given: list[int], tokenizer: Any, stops: Sequence[str], *, is_behind: bool
 ) -> list[Edge]:
-    """The edge of the most tokens that are a part of one, if there is any, and that of
-    the token beside the hole.
+    """The edge of the most tokens that are a part of one token, if there are any, and
+    the edge of the token beside the hole.
     """
     several = (
         _edge(given, count, tokenizer, stops, is_behind=is_behind)
@@ -301,16 +304,17 @@ def _edge(
     *,
     is_behind: bool,
 ) -> Edge:
-    """The edge of ``count`` given tokens; ``NO_EDGE`` where they are no part of a word,
-    or no token goes on from them.
+    """The edge of ``count`` given tokens. ``NO_EDGE`` if they are not a part of a word,
+    or if no token begins with their text.
     """
-    if len(given) <= count:  # what is left says what belongs there
+    # The model chooses the token from the rest of the text.
+    if len(given) <= count:
         return NO_EDGE
     vocabulary = vocabulary_of(tokenizer)
     opened = given[:count] if is_behind else given[-count:]
     names = [vocabulary.names.get(token, "") for token in opened]
-    alike = vocabulary.ending_with if is_behind else vocabulary.beginning_with
-    tokens = alike("".join(names)) if all(names) else []
+    fitting_tokens = vocabulary.ending_with if is_behind else vocabulary.beginning_with
+    tokens = fitting_tokens("".join(names)) if all(names) else []
     if not {*tokens} - {*opened}:
         return NO_EDGE
     if is_behind:
@@ -332,7 +336,7 @@ def _edge(
 
 
 class TextWithin:
-    """The text of a completion without the edges of its hole, as it comes."""
+    """The text of a streamed completion without the edges of its hole."""
 
     def __init__(self, before: str, behind: str, *, in_parts: bool) -> None:
         self._before, self._behind, self._in_parts = before, behind, in_parts
@@ -340,14 +344,18 @@ class TextWithin:
 
     @classmethod
     def of(cls, params: SamplingParams, *, in_parts: bool) -> Self | None:
-        """None: the hole has no edges, or what is given beside it comes back too."""
+        """The object for a request. None if the hole has no edges, or if the given text
+        is returned too.
+        """
         packed = bytes_in(params, HOLE_EDGES)
         if packed is None or (params.extra_args or {}).get("return_given") is not False:
             return None
         return cls(*json.loads(packed)["texts"], in_parts=in_parts)
 
     def cut(self, completion: CompletionOutput) -> None:
-        """Leave the edges out of the text. What may become the end is held back."""
+        """Leave the edges out of the text. Text that may belong to the end is held
+        back.
+        """
         text = completion.text
         self._text = self._text + text if self._in_parts else text
         inside = self._text[len(self._before) :]
@@ -361,7 +369,7 @@ class TextWithin:
 
 
 def without_edges(text: str, extra_args: dict[str, Any]) -> str:
-    """The text of a whole hole without its edges."""
+    """The text of a complete hole without its edges."""
     packed = extra_args.get(HOLE_EDGES)
     if packed is None:
         return text

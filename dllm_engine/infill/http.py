@@ -36,31 +36,31 @@ from dllm_engine.request_options.sampling_params import parse_request_options
 from dllm_engine.structured_output.requests import reading
 
 LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-"""Names of the length in the request classes; the first that is set counts."""
+"""Names of the length in the request classes. The first one that is set counts."""
 OPEN = -1
-"""A hole in JSON of as many tokens as belong there."""
+"""The number in JSON for a hole of a suitable length."""
 
 
 @dataclass
 class Filling:
-    """A template with open holes, of which each prompt of a request gets the lengths.
+    """A template with open holes, for each prompt of a request.
 
     Of ``num_choices`` equal prompts in a row, the first gets the best length, and each
-    of the others the next best.
+    other one the next best.
     """
 
     template: Template
     budget: int
     num_choices: int
     return_given: Any
-    """The request option, as it came."""
+    """The value of the request option."""
     stops: list[str] | None
-    """As ``stops_of``."""
+    """Result of ``stops_of``."""
     in_chat: bool
     rankings: dict[int, "asyncio.Task[Ranked]"] = field(default_factory=dict)
 
     def at(self, place: int) -> "HoleLengths":
-        """The choice for the prompt at a place of the request."""
+        """The choice of lengths for the prompt with index ``place`` in the request."""
         return HoleLengths(self, *divmod(place, self.num_choices))
 
 
@@ -131,19 +131,20 @@ class HoleLengths(NamedTuple):
 
 
 async def settle_template(request: Any, serving: Any, asked: Any) -> None:
-    """Settle ``suffix``, or ``template`` in ``vllm_xargs``, of a request object of
+    """Settle ``suffix``, or ``template`` in ``vllm_xargs``, in a request object of
     vLLM's server.
 
-    It becomes a ``response_template``, and the length of the request is the template's:
-    a longer one is an upper bound. One with open holes becomes the ``filling`` of what
-    is ``asked``, an ``OpenRequest``.
+    The template becomes a ``response_template``, and the request gets its length; a
+    longer length in the request is an upper bound. A template with open holes becomes
+    the ``filling`` of ``asked``, an ``OpenRequest``.
     """
     xargs = dict(getattr(request, "vllm_xargs", None) or {})
     suffix = getattr(request, "suffix", None)
     if suffix is not None:
         echo = getattr(request, "echo", False)
         check_suffix(suffix, xargs, length_of(request), echo=echo)
-        # vLLM would render it as a prompt of a model that was trained to continue prompts.
+        # vLLM would render a suffix as the prompt of a model that was trained to
+        # continue prompts.
         request.suffix = None
         xargs |= {"template": [OPEN, suffix], "return_given": False}
     pieces = xargs.pop("template", None)
@@ -167,7 +168,7 @@ async def settle_template(request: Any, serving: Any, asked: Any) -> None:
         if template.open_holes:
             _settle_filling(request, template, xargs.pop("return_given", None), asked)
             return
-        # vLLM reads a batch of chats anew, and takes no null.
+        # vLLM parses a batch of chats again, and does not accept null.
         xargs["response_template"] = json.dumps(template.filled([]))
     else:
         check_length("response_template", xargs.get("response_template"), max_model_len)
@@ -182,7 +183,7 @@ def _settle_filling(
     budget = length_of(request) or DEFAULT_BUDGET
     num_choices = getattr(request, "n", None) or 1
     if num_choices > 1 and getattr(request, "prompt", None):
-        # Each is a prompt of its own, with a length of its own.
+        # Each response is a separate prompt with its own length.
         prompts = request.prompt
         is_one = isinstance(prompts, str) or isinstance(prompts[0], int)
         request.prompt = [
@@ -195,7 +196,7 @@ def _settle_filling(
         num_choices = 1
     budget = min(budget, LARGEST_BUDGET)
     stops = stops_of(lambda name: getattr(request, name, None))
-    # What a template gives comes back, and the prompt does not.
+    # The given text of a template is returned, and the prompt is not.
     asked.filling = Filling(
         template, budget, num_choices, return_given, stops, in_chat=True
     )
@@ -205,8 +206,8 @@ def _settle_filling(
 def template_fields(
     completion: Any, options: dict[str, Any], tokenizer: Any
 ) -> dict[str, Any]:
-    """The field ``holes`` of a choice: the text of each hole. ``options``: of its
-    request.
+    """The field ``holes`` of a choice: the text of each hole. ``options`` are those of
+    its request.
     """
     given = _options(options)
     template = given.response_template
@@ -218,7 +219,7 @@ def template_fields(
 
 
 def set_length(request: Any, length: int) -> None:
-    """Set the most tokens of a request's response."""
+    """Set the limit on the tokens of a request's response."""
     setattr(
         request,
         next(name for name in LENGTHS if name in type(request).model_fields),
@@ -228,7 +229,7 @@ def set_length(request: Any, length: int) -> None:
 
 def length_of(request: Any) -> int | None:
     """The length that the request names."""
-    given = vars(request)  # reading one of them as an attribute is a warning
+    given = vars(request)  # Reading one of them as an attribute gives a warning.
     return next((given[name] for name in LENGTHS if given.get(name) is not None), None)
 
 

@@ -1,5 +1,5 @@
-"""Templates of text, given pieces and holes (docs/infill.md): their tokens, and what a
-response fills in.
+"""Templates of text, which have given pieces and holes (docs/infill.md): their tokens,
+and the texts that a response fills in.
 """
 
 import re
@@ -16,15 +16,15 @@ from dllm_engine.lengths.holes import Hole
 from dllm_engine.request_options.errors import InvalidRequestError
 
 Piece = str | int | tuple[int, ...] | None
-"""Given text, or a hole: of so many tokens, of one of several numbers of tokens, or
-(None) of as many as belong there."""
+"""Given text, or a hole. The length of a hole is a number of tokens, one of several
+numbers, or (None) open."""
 _OTHER_HOLE = 4
-"""Masks that stand for another hole whose length is not chosen yet."""
+"""Number of masks that stand for another hole whose length is not chosen yet."""
 
 
 def parse_template(text: str) -> list[Piece]:
-    """The pieces of a text in which ``[[n]]`` is a hole of n tokens, and ``[[]]`` one
-    of as many as belong there.
+    """The pieces of a text in which ``[[n]]`` is a hole of n tokens, and ``[[]]`` an
+    open hole.
     """
     pieces: list[Piece] = []
     for number, part in enumerate(re.split(r"\[\[(\d*)\]\]", text)):
@@ -49,12 +49,12 @@ class Template:
 
     @property
     def known_length(self) -> int:
-        """Tokens without those of the open holes."""
+        """Number of tokens without the open holes."""
         return len(self.filled([0] * self.open_holes))
 
     def budget(self, most: int, prompt_length: int, max_model_len: int) -> int:
-        """Most tokens of each hole that names no sizes: ``most``, or what fits behind the
-        prompt.
+        """Limit on the tokens of each hole that names no sizes: ``most``, or what fits
+        behind the prompt.
         """
         sizes = [max(part) for part in self.parts if isinstance(part, tuple)]
         needed = prompt_length + self.known_length + sum(sizes)
@@ -67,15 +67,15 @@ class Template:
         return min(most, (max_model_len - needed) // max(self.parts.count(None), 1))
 
     def choices(self, ranked: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-        """Lengths of the open holes, from those of each hole, the best first: the best
-        of each, or of a single hole as many as ``count``.
+        """Lengths of the open holes. ``ranked`` has those of each hole, the best first.
+        The best of each hole, or of a single hole the best ``count``.
         """
         if len(ranked) == 1:
             return [[length] for length in ranked[0][:count]]
         return [[lengths[0] for lengths in ranked]]
 
     def hole_sizes(self, lengths: Sequence[int]) -> list[int]:
-        """Tokens of all holes. ``lengths``: of the open ones."""
+        """Number of tokens of all holes. ``lengths``: lengths of the open holes."""
         remaining = iter(lengths)
         return [
             part if isinstance(part, int) else next(remaining)
@@ -86,9 +86,9 @@ class Template:
     def holes(
         self, prompt: Sequence[int], sizes: range, mask_token_id: int
     ) -> list[Hole]:
-        """The open holes, each of one of ``sizes`` unless it names its own.
+        """The open holes. A hole has one of ``sizes``, unless it names its own.
 
-        Raises ``InvalidRequestError`` for one with nothing given behind it.
+        Raises ``InvalidRequestError`` for a hole with nothing given behind it.
         """
         holes = []
         for place, part in enumerate(self.parts):
@@ -111,8 +111,8 @@ class Template:
         return holes
 
     def filled(self, lengths: Sequence[int]) -> list[int | None]:
-        """Given tokens, and None for each token of a hole. ``lengths``: of the open
-        holes, or more.
+        """Given tokens, and None for each token of a hole. ``lengths``: lengths of the
+        open holes, or more.
         """
         remaining = iter(lengths)
         tokens: list[int | None] = []
@@ -131,8 +131,8 @@ def nothing(
     given: Sequence[int] = (),
     tokenizer: Any = None,
 ) -> RequestOutput:
-    """The output where nothing belongs into the holes: the ``given`` tokens that come
-    back.
+    """The output of a request whose holes are all empty. ``given``: the given tokens to
+    return.
     """
     logprobs = [
         {token: Logprob(0.0, rank=1, decoded_token=tokenizer.decode([token]))}
@@ -153,9 +153,9 @@ def nothing(
 
 
 def tokenized(pieces: Sequence[Piece], tokenizer: Any, max_model_len: int) -> Template:
-    """The template of these pieces. Raises ``InvalidRequestError`` for a hole of no
-    token, a special token in a piece, where there is no hole, and where the pieces do
-    not fit ``max_model_len``."""
+    """The template of these pieces. Raises ``InvalidRequestError`` for a hole without a
+    token, a special token in a piece, a template without a hole, and pieces that exceed
+    ``max_model_len``."""
     _check_pieces(pieces, tokenizer, max_model_len)
     special_tokens: set[int] = (
         set() if tokenizer is None else set(tokenizer.all_special_ids)
@@ -200,8 +200,8 @@ def _smallest_sizes(pieces: Sequence[Piece]) -> Iterator[int]:
 
 
 def _check_pieces(pieces: Sequence[Piece], tokenizer: Any, max_model_len: int) -> None:
-    """Raise what is wrong before a text is tokenized: nothing takes long, whatever the
-    pieces are.
+    """Check pieces before a text is tokenized, so that invalid pieces are refused
+    quickly.
     """
     check_length("template", pieces, max_model_len)
     num_masks = sum(_smallest_sizes(pieces))
@@ -230,10 +230,9 @@ def _check_pieces(pieces: Sequence[Piece], tokenizer: Any, max_model_len: int) -
 
 def check_length(name: str, given: Any, max_model_len: int) -> None:
     """Raise ``InvalidRequestError`` for more entries than a canvas has positions,
-    before anybody looks at them; a text is JSON that holds them. Other types are
-    refused later."""
-    # A token id or null takes at most 16 characters, with what separates it from the
-    # next.
+    before they are read. A text is JSON with the entries. Other types are refused
+    later."""
+    # A token id or null takes at most 16 characters with its separator.
     unit, most = (
         ("characters", 16 * max_model_len)
         if isinstance(given, str)
@@ -253,8 +252,8 @@ def filled_in(
     *,
     with_given: bool,
 ) -> list[str]:
-    """The text of each hole of a response, ``with_given`` tokens in it or without;
-    empty behind an end token.
+    """The text of each hole of a response; empty behind an end token. ``with_given``:
+    with the given tokens in it.
     """
     tokens = iter(token_ids)
     texts = []

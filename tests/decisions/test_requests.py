@@ -226,7 +226,7 @@ def test_other_requests_generate_their_text(openai, change):
         ({"a": {"enum": ["<|mdm_mask|>"]}, "b": {"type": "boolean"}}, "mask"),
         ({"a": {"enum": ["only one"]}}, "nothing is left to decide"),
         ({"a": {"$ref": "#"}}, r"fields\.a: "),
-        ({"a": True}, r"fields\.a: True is no schema"),
+        ({"a": True}, r"fields\.a: True is not a schema"),
     ],
 )
 def test_a_field_that_a_decision_cannot_have_is_named(client, demo, fields, message):
@@ -314,7 +314,7 @@ def test_a_template_is_decided_as_text(client, demo):
         ("{a!r}", "{a} is not a field"),
         ("{a", "template: "),
         ("{a}", "a choice has no text"),
-        ("\ud800{a}", "no valid Unicode"),
+        ("\ud800{a}", "not valid Unicode"),
         ("x" * 70_000 + "{a}", "more than the 65536"),
     ],
 )
