@@ -71,20 +71,20 @@ def stream_response(
 
 
 async def stream_with_fields(
-    stream: Original, given: dict[str, Any]
+    stream: Original, arguments: dict[str, Any]
 ) -> AsyncGenerator[str, None]:
-    """vLLM's ``stream`` of the results ``given``, with our fields and with chunks that
+    """vLLM's ``stream`` with these ``arguments``, with our fields and with chunks that
     show running blocks. vLLM's stream runs in a separate task, so that our chunks can
     be sent while it waits for the next result."""
-    request = given["request"]
+    request = arguments["request"]
     with_trace = _asks_for_trace(request.vllm_xargs)
-    # Otherwise the chunks say when the stream begins.
-    is_chat = "created_time" not in given
+    # vLLM's method for chats has no ``created_time``.
+    is_chat = "created_time" not in arguments
     head = {
-        "id": given["request_id"],
+        "id": arguments["request_id"],
         "object": "chat.completion.chunk" if is_chat else "text_completion",
-        "created": int(time.time()) if is_chat else given["created_time"],
-        "model": given["model_name"],
+        "created": int(time.time()) if is_chat else arguments["created_time"],
+        "model": arguments["model_name"],
     }
     send, receive = anyio.create_memory_object_stream[str](0)
     changes: defaultdict[int, BlockChanges] = defaultdict(BlockChanges)
@@ -94,7 +94,7 @@ async def stream_with_fields(
     """Choices that have tokens already."""
 
     async def passed_on() -> AsyncGenerator[Any, None]:
-        async for result in given["result_generator"]:
+        async for result in arguments["result_generator"]:
             prompt, output = (0, result) if is_chat else result
             choices = [(c.index + prompt * (request.n or 1), c) for c in output.outputs]
             shown = [
@@ -130,7 +130,9 @@ async def stream_with_fields(
     async def run() -> None:
         async with (
             send,
-            aclosing(stream(**{**given, "result_generator": passed_on()})) as events,
+            aclosing(
+                stream(**{**arguments, "result_generator": passed_on()})
+            ) as events,
         ):
             async for event in events:
                 await send.send(_with_fields(event, fields))
