@@ -251,20 +251,16 @@ class LLM(vllm.LLM):
             tried, requests, outputs, strict=True
         ):
             for completion in output.outputs:
-                texts = iter(
-                    filled_in(
-                        completion.token_ids,
-                        request.response_template or [],
-                        tokenizer,
-                        with_given=False,
-                    )
+                texts = filled_in(
+                    completion.token_ids,
+                    request.response_template or [],
+                    tokenizer,
+                    with_given=False,
+                    sizes=opened[number].template.hole_sizes(lengths),
                 )
                 extra_args = request.extra_args or {}
                 completion.text = without_edges(completion.text, extra_args)
-                completion.holes = [
-                    without_edges(next(texts), extra_args) if size else ""
-                    for size in opened[number].template.hole_sizes(lengths)
-                ]
+                completion.holes = [without_edges(text, extra_args) for text in texts]
                 holes = iter(completion.holes)
                 completion.joined = "".join(
                     piece if isinstance(piece, str) else next(holes)

@@ -58,6 +58,8 @@ class Filling:
     """Result of ``stops_of``."""
     in_chat: bool
     rankings: dict[int, "asyncio.Task[Ranked]"] = field(default_factory=dict)
+    hole_sizes: dict[int, list[int]] = field(default_factory=dict)
+    """Tokens of each hole, by the place of the prompt in the request."""
 
     def at(self, place: int) -> "HoleLengths":
         """The choice of lengths for the prompt with index ``place`` in the request."""
@@ -95,6 +97,8 @@ class HoleLengths(NamedTuple):
         lengths = [each[min(self.rank, len(each) - 1)] for each in ranked]
         template = opened.template.filled(lengths)
         self._fill(params, template)
+        place = self.group * self.filling.num_choices + self.rank
+        self.filling.hole_sizes[place] = opened.template.hole_sizes(lengths)
         opened.put(params, template, rank=self.rank)
         given = [token for token in template if token is not None]
         if _options({"return_given": self.filling.return_given}).return_given is False:
@@ -170,6 +174,7 @@ async def settle_template(request: Any, serving: Any, asked: Any) -> None:
             return
         # vLLM parses a batch of chats again, and does not accept null.
         xargs["response_template"] = json.dumps(template.filled([]))
+        asked.hole_sizes = template.hole_sizes([])
     else:
         check_length("response_template", xargs.get("response_template"), max_model_len)
     if length := _options(xargs).returned_length:
@@ -204,17 +209,22 @@ def _settle_filling(
 
 
 def template_fields(
-    completion: Any, options: dict[str, Any], tokenizer: Any
+    completion: Any,
+    options: dict[str, Any],
+    tokenizer: Any,
+    sizes: Sequence[int] | None,
 ) -> dict[str, Any]:
     """The field ``holes`` of a choice: the text of each hole. ``options`` are those of
-    its request.
+    its request, ``sizes`` those of the holes, if they are known.
     """
     given = _options(options)
     template = given.response_template
     if template is None or tokenizer is None:
         return {}
     with_given = given.return_given is not False
-    holes = filled_in(completion.token_ids, template, tokenizer, with_given=with_given)
+    holes = filled_in(
+        completion.token_ids, template, tokenizer, with_given=with_given, sizes=sizes
+    )
     return {"holes": [without_edges(hole, options) for hole in holes]}
 
 

@@ -5,7 +5,7 @@ and the texts that a response fills in.
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any
 
 from vllm.logprobs import Logprob
@@ -251,18 +251,17 @@ def filled_in(
     tokenizer: Any,
     *,
     with_given: bool,
+    sizes: Sequence[int] | None = None,
 ) -> list[str]:
     """The text of each hole of a response; empty behind an end token. ``with_given``:
-    with the given tokens in it.
+    with the given tokens in it. ``sizes``: tokens of each hole; None: a hole is what
+    stands between given tokens.
     """
-    tokens = iter(token_ids)
-    texts = []
-    for is_hole, run in groupby(template, key=lambda token: token is None):
-        own = (
-            [token for _, token in zip(run, tokens, strict=False)]
-            if is_hole or with_given
-            else []
-        )
-        if is_hole:
-            texts.append(tokenizer.decode(own, skip_special_tokens=True))
-    return texts
+    if sizes is None:
+        runs = groupby(template, key=lambda token: token is None)
+        sizes = [len([*run]) for is_hole, run in runs if is_hole]
+    returned = [given for given in template if with_given or given is None]
+    pairs = zip(returned, token_ids, strict=False)
+    tokens = iter([token for given, token in pairs if given is None])
+    own = ([*islice(tokens, size)] for size in sizes)
+    return [tokenizer.decode(hole, skip_special_tokens=True) for hole in own]

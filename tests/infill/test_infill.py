@@ -108,6 +108,13 @@ def test_what_cannot_be_filled_in_is_refused(demo, arguments, message):
         demo.infill(**{"prefix": PROMPT, "suffix": AFTER} | arguments)
 
 
+def test_holes_may_stand_side_by_side(demo):
+    template = [" Tom=48, Ida=", 1, 1, AFTER]
+    (output,) = demo.fill_in([PROMPT], [template])
+    assert output.outputs[0].holes == ["0", "7"]
+    assert output.outputs[0].joined == BEFORE + WANTED + AFTER
+
+
 def test_samples_differ(demo):
     params = DiffusionParams(gen_length=12, n=3, temperature=2.0, seed=1)
     (output,) = demo.infill("Tom", "Ida", params)
@@ -212,6 +219,10 @@ def test_templates_over_http(client, complete):
     template[1] = -1
     answer = client.post("/v1/chat/completions", json={"model": "demo"} | chat)
     assert answer.json()["choices"][0]["holes"] == ["48", "07"]
+    beside = {(1, 1): ["0", "7"], (1, -1): ["0", ""], ("07", -1): [""]}
+    for parts, wanted in beside.items():
+        asked = {"template": [" Tom=48, Ida=", *parts, AFTER]}
+        assert complete(vllm_xargs=asked).json()["choices"][0]["holes"] == wanted
     holes = {"template": [WANTED, ", ", 4], "return_given": False}
     (choice,) = complete(vllm_xargs=holes).json()["choices"]
     assert choice["text"] == choice["holes"][0]

@@ -64,6 +64,8 @@ class OpenRequest:
         """Values for ``extra_args`` of its parameters."""
         self.filling: Filling | None = None
         """Holes whose lengths are to be chosen."""
+        self.hole_sizes: list[int] | None = None
+        """Tokens of each hole of a template that names them all."""
         self.stops: list[str] = []
         """Stop strings of editors' routes that are not in its body."""
         self.headers: dict[str, str] = {}

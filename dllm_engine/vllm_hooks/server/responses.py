@@ -185,10 +185,15 @@ def with_figures(asked: OpenRequest, tokenizer: Any, body: bytes) -> Any:
 def choice_fields(asked: OpenRequest, tokenizer: Any) -> list[dict[str, Any]]:
     """The fields of each choice of a response that is complete."""
     fields = []
-    for params, output in filter(None, asked.latest):
+    for place, latest in enumerate(asked.latest):
+        if latest is None:
+            continue
+        params, output = latest
+        filling = asked.filling
+        sizes = filling.hole_sizes.get(place) if filling else asked.hole_sizes
         options = params.extra_args or {}
         with_trace = _asks_for_trace(options)
         for completion in output.outputs:
-            holes = template_fields(completion, options, tokenizer)
+            holes = template_fields(completion, options, tokenizer, sizes)
             fields.append(fields_of(completion, with_trace=with_trace) | holes)
     return fields
