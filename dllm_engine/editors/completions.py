@@ -50,10 +50,10 @@ def is_at_cursor(fields: dict[str, Any]) -> bool:
 
 
 async def settle_completion(
-    fields: dict[str, Any], serving: Any, asked: Any
+    fields: dict[str, Any], serving: Any, current_request: Any
 ) -> dict[str, Any]:
     """The fields that vLLM reads, from a body that ``is_at_cursor``. If there is a hole
-    to fill in, it becomes the ``filling`` of ``asked``, an ``OpenRequest``.
+    to fill in, it becomes the ``filling`` of ``current_request``, an ``OpenRequest``.
     """
     around = _texts_around(fields, serving)
     if around is None:
@@ -65,7 +65,7 @@ async def settle_completion(
         if fields.get(name) not in (None, unused)
     ]
     if ignored:
-        asked.headers[IGNORED_HEADER] = ", ".join(ignored)
+        current_request.headers[IGNORED_HEADER] = ", ".join(ignored)
     prefixes, suffix = around
     budget = min(fields.get("max_tokens") or DEFAULT_BUDGET, LARGEST_BUDGET)
     if _is_blank(suffix, serving):
@@ -75,7 +75,9 @@ async def settle_completion(
     room = max(max_model_len - budget, max_model_len // 2)
     texts = await fit(prefixes, suffix, tokenizer_of(serving), room)
     if texts.is_cut:
-        asked.headers[CUT_HEADER] = f"texts of {room} tokens around the cursor"
+        current_request.headers[CUT_HEADER] = (
+            f"texts of {room} tokens around the cursor"
+        )
     longest = max(map(len, texts.prefixes)) + len(texts.suffix)
     budget = min(budget, max_model_len - longest)
     left_out = {"suffix", "prompt", "max_tokens", *_PENALTIES}
@@ -84,8 +86,12 @@ async def settle_completion(
         return {**kept, "prompt": texts.prefixes, "max_tokens": budget}
     template = Template((None, texts.suffix))
     num_choices = fields.get("n") or 1
-    stops = stops_of({**fields, "stop": asked.stops or fields.get("stop")}.get)
-    asked.filling = Filling(template, budget, num_choices, False, stops, in_chat=False)
+    stops = stops_of(
+        {**fields, "stop": current_request.stops or fields.get("stop")}.get
+    )
+    current_request.filling = Filling(
+        template, budget, num_choices, False, stops, in_chat=False
+    )
     prompts = [each for each in texts.prefixes for _ in range(num_choices)]
     return {**kept, "n": 1, "prompt": prompts, "max_tokens": 1}
 

@@ -78,10 +78,10 @@ class SamplingFields(BaseModel):
         seed = None if self.seed is None or self.seed < 0 else self.seed % 2**63
         return fields | {"seed": seed}
 
-    def between(self, prefix: str, suffix: str | None, **more: Any) -> CursorRequest:
+    def between(self, prefix: str, suffix: str | None, **fields: Any) -> CursorRequest:
         """The request for a completion between two texts."""
-        own = {"stops": self.stops, "model": self.model, "sampling": self.sampling}
-        return CursorRequest(prefix, suffix, **own | more)
+        common = {"stops": self.stops, "model": self.model, "sampling": self.sampling}
+        return CursorRequest(prefix, suffix, **common | fields)
 
 
 class Part(NamedTuple):
@@ -188,17 +188,17 @@ async def ask(request: CursorRequest, state: Any, request_id: str) -> Answer:
     """The answer to a request. ``state`` is the state of vLLM's application. Raises
     ``HTTPException`` or ``InvalidRequestError`` for a request that cannot be served.
     """
-    serving, asked = state.openai_serving_completion, open_request.get()
-    assert asked is not None, "Answers is in front"
+    serving, current_request = state.openai_serving_completion, open_request.get()
+    assert current_request is not None, "Answers is in front"
     fields = request.fields(serving)
-    asked.stops = list(request.stops)
-    settled = await settled_fields(fields, COMPLETIONS, state, asked)
+    current_request.stops = list(request.stops)
+    settled = await settled_fields(fields, COMPLETIONS, state, current_request)
     usage = {"include_usage": True, "continuous_usage_stats": True}
     body = CompletionRequest.model_validate(
         settled | {"stream": True, "stream_options": usage, "request_id": request_id}
     )
     # vLLM's class has a lower limit than editors send.
-    body.stop = asked.stops
+    body.stop = current_request.stops
     events = await serving.create_completion(body)
     if isinstance(events, ErrorResponse):
         raise HTTPException(events.error.code, events.error.message)
@@ -209,5 +209,5 @@ async def ask(request: CursorRequest, state: Any, request_id: str) -> Answer:
         _coming(events),
         num_prompt_tokens=len(settled["prompt"][0]),
         limit_ms=request.limit_ms,
-        is_cut=CUT_HEADER in asked.headers,
+        is_cut=CUT_HEADER in current_request.headers,
     )

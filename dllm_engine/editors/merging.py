@@ -186,8 +186,10 @@ def _widened(
     begin: int, end: int, part: list[str], lines: list[str], position: int
 ) -> Place:
     """The place, extended by the lines beside it that the part has changed."""
-    own = {line.rstrip() for line in lines[begin:end]} - {""}
-    shared = [number for number, line in enumerate(part) if line.rstrip() in own]
+    lines_of_place = {line.rstrip() for line in lines[begin:end]} - {""}
+    shared = [
+        number for number, line in enumerate(part) if line.rstrip() in lines_of_place
+    ]
     for line in takewhile(str.strip, reversed(part[: shared[0]])):
         begin -= begin > position and _is_like(line, lines[begin - 1])
     for line in takewhile(str.strip, part[shared[-1] + 1 :]):
@@ -197,10 +199,10 @@ def _widened(
 
 def _is_like(line: str, before: str) -> bool:
     """Return True if ``line`` may be a changed form of the line ``before``."""
-    changed, own = (text.strip()[:_COMPARED_CHARACTERS] for text in (line, before))
-    if not changed or not own:
+    changed, old = (text.strip()[:_COMPARED_CHARACTERS] for text in (line, before))
+    if not changed or not old:
         return False
-    return SequenceMatcher(None, changed, own).ratio() >= _ALIKE
+    return SequenceMatcher(None, changed, old).ratio() >= _ALIKE
 
 
 def _places_of_block(part: list[str], lines: list[str], position: int) -> list[Place]:
@@ -208,16 +210,16 @@ def _places_of_block(part: list[str], lines: list[str], position: int) -> list[P
     behind the blank lines between them. Empty if the part is not a block.
     """
     first, *others = filter(str.strip, part)
-    own = _indent(first)
+    indent = _indent(first)
     places: list[Place] = []
-    if not any(_indent(line) > own for line in others):
+    if not any(_indent(line) > indent for line in others):
         return places
     above = -1
     for number, line in enumerate([*lines[position:], "end"], position):
         if not line.strip():
             continue
         is_apart = number == len(lines) or not lines[number - 1].strip()
-        if is_apart and _indent(line) <= own <= above:
+        if is_apart and _indent(line) <= indent <= above:
             places.append(Place(number, number))
         above = _indent(line)
     return places
@@ -231,13 +233,15 @@ def _as_in_file(part: list[str], lines: list[str], begin: int, end: int) -> list
     """The part with the lines and line ends of the file. If it replaces no line, it
     gets as many blank lines behind it as are before it.
     """
-    own = {line.rstrip(): line for line in lines[begin:end]}
+    lines_of_place = {line.rstrip(): line for line in lines[begin:end]}
     carriage = "\r" if lines[0].endswith("\r") else ""
-    as_there = [own.get(line.rstrip(), line.rstrip("\r") + carriage) for line in part]
+    adapted = [
+        lines_of_place.get(line.rstrip(), line.rstrip("\r") + carriage) for line in part
+    ]
     if begin == end < len(lines):
-        missing = _num_blank(lines[:begin][::-1]) - _num_blank(as_there[::-1])
-        as_there += [carriage] * missing
-    return as_there
+        missing = _num_blank(lines[:begin][::-1]) - _num_blank(adapted[::-1])
+        adapted += [carriage] * missing
+    return adapted
 
 
 def _num_blank(lines: Sequence[str]) -> int:
@@ -289,10 +293,10 @@ def _around(
     above = "\n".join([*lines[: place.begin], ""])[-_CHARACTERS:]
     below = "\n".join(["", *lines[place.end :]])[1 : _CHARACTERS + 1]
     before, behind = encode(above)[-_SEEN:], encode(below)[:_SEEN]
-    own = "\n".join([*middle, ""]) if middle else ""
-    if len(own) > 2 * _CHARACTERS:
-        own = own[:_CHARACTERS] + own[-_CHARACTERS:]
-    seen = encode(own)
+    text = "\n".join([*middle, ""]) if middle else ""
+    if len(text) > 2 * _CHARACTERS:
+        text = text[:_CHARACTERS] + text[-_CHARACTERS:]
+    seen = encode(text)
     if len(seen) > 2 * _SEEN_PART:
         seen = seen[:_SEEN_PART] + seen[-_SEEN_PART:]
     canvas = before + seen + behind

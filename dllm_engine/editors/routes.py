@@ -164,8 +164,8 @@ def _teller(describe: Callable[[Any, list[str]], Any]) -> Callable[..., Any]:
 async def _show_model(body: Body, raw_request: Request) -> JSONResponse:
     config, names = _served(raw_request)
     try:
-        asked = _parsed(body, ollama.ShowBody)
-        name = ollama.model_name(asked.model or asked.name or "")
+        body_fields = _parsed(body, ollama.ShowBody)
+        name = ollama.model_name(body_fields.model or body_fields.name or "")
         if name not in names:
             raise HTTPException(404, f"model {name!r} not found")
     except Exception as error:

@@ -215,8 +215,8 @@ class Openable:
             (self.behind, len(canvas) - len(right[:_SEEN]) - 1, -1),
         ):
             if len(ways) > 1:
-                asked = [*ways[0].tokens, ways[0].given[farthest]]
-                yield Probe(canvas, [place] * len(asked), asked)
+                tokens = [*ways[0].tokens, ways[0].given[farthest]]
+                yield Probe(canvas, [place] * len(tokens), tokens)
 
 
 def given_around(template: Template) -> tuple[list[int], list[int]]:

@@ -134,13 +134,13 @@ class HoleLengths(NamedTuple):
         return Ranked(opened, sizes, await served_result(engine, ranking))
 
 
-async def settle_template(request: Any, serving: Any, asked: Any) -> None:
+async def settle_template(request: Any, serving: Any, current_request: Any) -> None:
     """Settle ``suffix``, or ``template`` in ``vllm_xargs``, in a request object of
     vLLM's server.
 
     The template becomes a ``response_template``, and the request gets its length; a
     longer length in the request is an upper bound. A template with open holes becomes
-    the ``filling`` of ``asked``, an ``OpenRequest``.
+    the ``filling`` of ``current_request``, an ``OpenRequest``.
     """
     xargs = dict(getattr(request, "vllm_xargs", None) or {})
     suffix = getattr(request, "suffix", None)
@@ -170,11 +170,13 @@ async def settle_template(request: Any, serving: Any, asked: Any) -> None:
         )
         request.vllm_xargs = xargs
         if template.open_holes:
-            _settle_filling(request, template, xargs.pop("return_given", None), asked)
+            _settle_filling(
+                request, template, xargs.pop("return_given", None), current_request
+            )
             return
         # vLLM parses a batch of chats again, and does not accept null.
         xargs["response_template"] = json.dumps(template.filled([]))
-        asked.hole_sizes = template.hole_sizes([])
+        current_request.hole_sizes = template.hole_sizes([])
     else:
         check_length("response_template", xargs.get("response_template"), max_model_len)
     if length := _options(xargs).returned_length:
@@ -183,7 +185,7 @@ async def settle_template(request: Any, serving: Any, asked: Any) -> None:
 
 
 def _settle_filling(
-    request: Any, template: Template, return_given: Any, asked: Any
+    request: Any, template: Template, return_given: Any, current_request: Any
 ) -> None:
     budget = length_of(request) or DEFAULT_BUDGET
     num_choices = getattr(request, "n", None) or 1
@@ -202,7 +204,7 @@ def _settle_filling(
     budget = min(budget, LARGEST_BUDGET)
     stops = stops_of(lambda name: getattr(request, name, None))
     # The given text of a template is returned, and the prompt is not.
-    asked.filling = Filling(
+    current_request.filling = Filling(
         template, budget, num_choices, return_given, stops, in_chat=True
     )
     set_length(request, 1)  # of which vLLM takes the prompt to leave room for

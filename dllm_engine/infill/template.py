@@ -263,5 +263,5 @@ def filled_in(
     returned = [given for given in template if with_given or given is None]
     pairs = zip(returned, token_ids, strict=False)
     tokens = iter([token for given, token in pairs if given is None])
-    own = ([*islice(tokens, size)] for size in sizes)
-    return [tokenizer.decode(hole, skip_special_tokens=True) for hole in own]
+    holes = ([*islice(tokens, size)] for size in sizes)
+    return [tokenizer.decode(hole, skip_special_tokens=True) for hole in holes]

@@ -111,15 +111,17 @@ def open_response(
             "auto_length=True: the model's config names no eos_token_id, by which the "
             "length would be chosen; give gen_length (max_tokens)"
         )
-    most = _most(params, len(prompt), vllm_config)
-    built = constrained(params, prompt, most, tokenizer, vllm_config)
-    fewest = max(
+    max_tokens = _most(params, len(prompt), vllm_config)
+    built = constrained(params, prompt, max_tokens, tokenizer, vllm_config)
+    min_tokens = max(
         rule.start,
         params.min_tokens,
         2 * shortest_text(built, hf_config),
         *(getattr(options, name) or 0 for name in _NEEDS),
     )
-    return OpenResponse(prompt, end_tokens[0], min(fewest, most), most, rule)
+    return OpenResponse(
+        prompt, end_tokens[0], min(min_tokens, max_tokens), max_tokens, rule
+    )
 
 
 _NEEDS = ("block_length", "steps")

@@ -41,10 +41,10 @@ def rewriter(scope: Scope, status: int) -> Rewrite | None:
     if status >= 400 and is_anthropic(route):
         return partial(as_anthropic, status)
     if status == 200 and route in WITH_FIGURES:
-        asked = open_request.get()
-        assert asked is not None, "Answers is in front"
+        current_request = open_request.get()
+        assert current_request is not None, "Answers is in front"
         serving = scope["app"].state.openai_serving_completion
-        return partial(with_figures, asked, serving.renderer.tokenizer)
+        return partial(with_figures, current_request, serving.renderer.tokenizer)
     return None
 
 

@@ -28,12 +28,12 @@ async def answer_as_over_http(build: Original, engine_client: Any, args: Any) ->
 async def _answer(chats: Any, request: Any) -> Any:
     """Answer a chat as the server does over HTTP."""
     check_place(request.model_extra or {})
-    asked = OpenRequest(CHATS)
-    open_request.set(asked)
-    await settle(request, chats, asked)
+    current_request = OpenRequest(CHATS)
+    open_request.set(current_request)
+    await settle(request, chats, current_request)
     response = await chats.create_chat_completion(request)
     choices = getattr(response, "choices", ())  # An error has none.
-    all_fields = choice_fields(asked, chats.renderer.tokenizer)
+    all_fields = choice_fields(current_request, chats.renderer.tokenizer)
     for choice, fields in zip(choices, all_fields, strict=False):
         for name, value in fields.items():
             setattr(choice, name, value)

@@ -117,10 +117,10 @@ async def _settled(
 ) -> bytes:
     """The body that vLLM reads. Raises ``ClientDisconnect`` as soon as the client
     leaves: an automaton may take long to build."""
-    asked = open_request.get()
-    assert asked is not None, "Answers is in front"
+    current_request = open_request.get()
+    assert current_request is not None, "Answers is in front"
     settling = asyncio.create_task(
-        settled_fields(fields, route_of(scope), scope["app"].state, asked)
+        settled_fields(fields, route_of(scope), scope["app"].state, current_request)
     )
     await asyncio.sleep(0)  # Most bodies need nothing more.
     if not settling.done():

@@ -30,12 +30,12 @@ async def prompt_tokens(request: PromptRequest, state: Any) -> list[int]:
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequestError("give either prompt or messages")
     if request.prompt is not None:
-        asked = CompletionRequest(
+        completion = CompletionRequest(
             model=request.model, prompt=request.prompt, max_tokens=1
         )
         return (
             await rendered_tokens(
-                state.openai_serving_completion.render_completion_request(asked)
+                state.openai_serving_completion.render_completion_request(completion)
             )
         )[0]
     fields = {

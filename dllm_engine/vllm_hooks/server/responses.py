@@ -171,26 +171,26 @@ def _asks_for_trace(options: Mapping[str, Any] | None) -> bool:
     return bool(RequestOptions(trace=(options or {}).get("trace")).trace)
 
 
-def with_figures(asked: OpenRequest, tokenizer: Any, body: bytes) -> Any:
+def with_figures(current_request: OpenRequest, tokenizer: Any, body: bytes) -> Any:
     """A completion or chat completion with the figures of its choices."""
     response = json.loads(body)
     if response is None:  # vLLM's answer to a client that has left.
         return None
-    fields = choice_fields(asked, tokenizer)
+    fields = choice_fields(current_request, tokenizer)
     for choice, own in zip(response["choices"], fields, strict=True):
         choice |= own
     return response
 
 
-def choice_fields(asked: OpenRequest, tokenizer: Any) -> list[dict[str, Any]]:
+def choice_fields(current_request: OpenRequest, tokenizer: Any) -> list[dict[str, Any]]:
     """The fields of each choice of a response that is complete."""
     fields = []
-    for place, latest in enumerate(asked.latest):
+    for place, latest in enumerate(current_request.latest):
         if latest is None:
             continue
         params, output = latest
-        filling = asked.filling
-        sizes = filling.hole_sizes.get(place) if filling else asked.hole_sizes
+        filling = current_request.filling
+        sizes = filling.hole_sizes.get(place) if filling else current_request.hole_sizes
         options = params.extra_args or {}
         with_trace = _asks_for_trace(options)
         for completion in output.outputs:

@@ -42,7 +42,7 @@ _NUMBERS = {"max_tokens", "n"}
 
 
 async def settled_fields(
-    fields: dict[str, Any], route: str, state: Any, asked: OpenRequest
+    fields: dict[str, Any], route: str, state: Any, current_request: OpenRequest
 ) -> dict[str, Any]:
     """The fields of a body that vLLM reads. Raises ``InvalidRequestError`` for a
     request that cannot be served.
@@ -83,14 +83,14 @@ async def settled_fields(
             return fields
         numbers = {name: getattr(request, name) for name in fields.keys() & _NUMBERS}
         fields = {**fields, **numbers}
-        fields = await settle_completion(fields, serving, asked)
+        fields = await settle_completion(fields, serving, current_request)
     _check_draws(fields, state)
     if (request := _read(fields, request_class)) is None:
         return fields
     if route == COMPLETIONS and fields.get("max_tokens") is None:
         request.max_tokens = None  # not OpenAI's default
     before = _values(request)
-    await settle(request, serving, asked)
+    await settle(request, serving, current_request)
     changed = {
         name: value
         for name, value in _values(request).items()
@@ -101,28 +101,28 @@ async def settled_fields(
         longest = state.vllm_config.model_config.max_model_len
         fields = {**fields, "max_tokens": min(length, longest)}
     if route != MESSAGES:
-        fields = _without_limit(fields, state, asked)
+        fields = _without_limit(fields, state, current_request)
     if route == COMPLETIONS and fields.get("max_tokens") is None:
         # vLLM takes OpenAI's default of 16, which is not ours.
-        asked.leaves_length_open = True
+        current_request.leaves_length_open = True
         fields = {name: x for name, x in fields.items() if name != "max_tokens"}
     return fields
 
 
 def _without_limit(
-    fields: dict[str, Any], state: Any, asked: OpenRequest
+    fields: dict[str, Any], state: Any, current_request: OpenRequest
 ) -> dict[str, Any]:
     """The fields without the length, which is only a limit if the length is chosen.
     vLLM would refuse a limit that exceeds the context.
     """
     limit = next((fields[name] for name in LENGTHS if fields.get(name)), None)
-    if type(limit) is not int or limit < 1 or asked.filling is not None:
+    if type(limit) is not int or limit < 1 or current_request.filling is not None:
         return fields
     engine = EngineOptions.from_vllm_config(state.vllm_config)
     xargs, ignore_eos = fields.get("vllm_xargs") or {}, bool(fields.get("ignore_eos"))
     if open_length_rule(xargs, engine, ignore_eos=ignore_eos) is None:
         return fields
-    asked.length_limit = limit
+    current_request.length_limit = limit
     return {name: value for name, value in fields.items() if name not in LENGTHS}
 
 
@@ -139,8 +139,8 @@ def _values(request: Any) -> dict[str, Any]:
     return vars(request) | (request.model_extra or {})
 
 
-async def settle(request: Any, serving: Any, asked: OpenRequest) -> None:
-    """Settle a request object of vLLM. ``asked`` carries values that JSON cannot."""
+async def settle(request: Any, serving: Any, current_request: OpenRequest) -> None:
+    """Settle a request object of vLLM. ``current_request`` carries values that JSON cannot."""
     if getattr(request, "use_beam_search", False):
         raise InvalidRequestError(NO_BEAM_SEARCH)
     if (
@@ -149,13 +149,15 @@ async def settle(request: Any, serving: Any, asked: OpenRequest) -> None:
         and hasattr(request, "top_logprobs")
     ):
         request.top_logprobs = None  # vLLM would take them for those of the prompt.
-    await settle_template(request, serving, asked)
+    await settle_template(request, serving, current_request)
     await settle_decision(request, serving)
     xargs = getattr(request, "vllm_xargs", None) or {}
-    asked.carried = {name: x for name, x in xargs.items() if isinstance(x, bytes)}
-    if asked.carried:
+    current_request.carried = {
+        name: x for name, x in xargs.items() if isinstance(x, bytes)
+    }
+    if current_request.carried:
         request.vllm_xargs = {
-            name: x for name, x in xargs.items() if name not in asked.carried
+            name: x for name, x in xargs.items() if name not in current_request.carried
         }
 
 
