@@ -40,7 +40,7 @@ from dllm_engine.scheduler.probe_queue import ProbeQueue
 from dllm_engine.scheduler.refresh_budget import RefreshBudget
 from dllm_engine.scheduler.request_resolver import RequestResolver
 from dllm_engine.scheduler.scheduled_request import ScheduledRequest, failed_output
-from dllm_engine.scheduler.step_rows import StepRows, turns_of
+from dllm_engine.scheduler.step_rows import PlannedStep, StepRows, in_turn
 from dllm_engine.scheduler.waiting_queue import WaitingQueue
 
 logger = init_logger(f"vllm.{__name__}")
@@ -244,7 +244,9 @@ class DiffusionScheduler(SchedulerInterface):
         self.refreshes.begin_step(self._canvases())
         if self.method.keeps_for_good:
             output.preempted_req_ids = self._make_room()
-        planned = self._plans_in_order(output)
+        planned = in_turn(
+            self._plans(output), short_first=self.method.shortened is not None
+        )
         rows_of = ((state.source, plan.max_rows) for state, plan in planned)
         self.rows.begin_step(self._num_steps, rows_of)
         if self.probes.is_due:
@@ -286,30 +288,17 @@ class DiffusionScheduler(SchedulerInterface):
             number += 1
         return preempted
 
-    def _plans_in_order(
-        self, output: DiffusionSchedulerOutput
-    ) -> list[tuple[ScheduledRequest, StepPlan]]:
-        """The next step of each running request, in the order in which requests get
-        rows of the budget.
-        """
+    def _plans(self, output: DiffusionSchedulerOutput) -> list[PlannedStep]:
+        """The next step of each running request."""
         planned = []
         for state in list(self.running):
             with self._failing_alone(state, output):
                 plan = self.method.next_step(state.spec, state.progress)
                 planned.append((state, plan))
-        # Requests that were left out of the last steps come first: a row budget that is
-        # too small for all must not starve any. Among them, short steps come first if
-        # long ones can be cut.
-        if self.method.shortened is not None:
-            planned.sort(key=lambda pair: pair[1].max_rows)
-        planned.sort(key=lambda pair: pair[0].last_scheduled)
-        turns = turns_of([state.source for state, _ in planned])
-        return [planned[index] for index in turns]
+        return planned
 
     def _run_planned(
-        self,
-        planned: list[tuple[ScheduledRequest, StepPlan]],
-        output: DiffusionSchedulerOutput,
+        self, planned: list[PlannedStep], output: DiffusionSchedulerOutput
     ) -> None:
         """Schedule the planned steps that have room in the row budget."""
         due = sum(plan.max_rows for _, plan in planned)

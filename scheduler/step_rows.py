@@ -1,7 +1,10 @@
 """The row budget of a step, and the rows that the sequences of one source may take."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+
+from dllm_engine.decoding.step_plan import StepPlan
+from dllm_engine.scheduler.scheduled_request import ScheduledRequest
 
 _LEAST = 1 / 64
 """The least share of a step's rows that a source may take. With vLLM's defaults, a GPU
@@ -9,16 +12,27 @@ computes about so many rows in the time of one row.
 """
 
 
-def turns_of(sources: Sequence[str]) -> list[int]:
-    """Indices in the order in which sources take turns: each one's first, then each
-    one's second.
+PlannedStep = tuple[ScheduledRequest, StepPlan]
+
+
+def in_turn(planned: list[PlannedStep], *, short_first: bool) -> list[PlannedStep]:
+    """Planned steps in the order in which requests get rows. Sources take turns: first
+    each one's first step, then each one's second.
+
+    ``short_first``: among requests that have waited equally long, short steps come
+    first.
     """
+    if short_first:
+        planned.sort(key=lambda pair: pair[1].max_rows)
+    # Requests that were left out of the last steps come first: a row budget that is too
+    # small for all must not starve any.
+    planned.sort(key=lambda pair: pair[0].last_scheduled)
     seen: Counter[str] = Counter()
     turns = []
-    for source in sources:
-        turns.append(seen[source])
-        seen[source] += 1
-    return sorted(range(len(sources)), key=turns.__getitem__)
+    for state, _ in planned:
+        turns.append(seen[state.source])
+        seen[state.source] += 1
+    return [planned[i] for i in sorted(range(len(planned)), key=turns.__getitem__)]
 
 
 class StepRows:
