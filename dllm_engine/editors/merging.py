@@ -101,9 +101,9 @@ def merged(original: str, snippet: str, encode: Encode | None) -> Passes[str]:
             places = [places[gains.index(max(gains))]]
         if not places:
             raise InvalidRequestError(
-                f"{_told(part)} shares no line with the file, or only one that it has "
-                f"more than {_MOST_PLACES} times, so that its place is not known; repeat "
-                f"lines beside it"
+                f"{_told(part)} shares no line with the file, or only a few within it, "
+                f"or one that the file has more than {_MOST_PLACES} times, so that its "
+                f"place is not known; repeat lines beside it"
             )
         begin, end = places[0]
         if not is_first:
@@ -134,7 +134,7 @@ def _parts(snippet: str) -> list[list[str]]:
 def _shared_places(part: list[str], lines: list[str], position: int) -> list[Place]:
     """The places from ``position`` on whose lines are most like the part. Empty if the
     part shares no line, or only lines that the file has more than ``_MOST_PLACES``
-    times.
+    times, or less than half of its lines and neither the first nor the last.
     """
     numbers: dict[str, list[int]] = {}
     for number in range(position, len(lines)):
@@ -174,8 +174,11 @@ def _shared_places(part: list[str], lines: list[str], position: int) -> list[Pla
     most = max(ends.values(), default=0.0) - 1e-9
     changed: dict[int, list[Place]] = {0: []}
     for place in sorted(ends):
-        if ends[place] >= most:
-            begin, end = best[place][1], place + 1
+        begin, end = best[place][1], place + 1
+        own = {line.rstrip() for line in lines[begin:end]} - {""}
+        shared = [line.rstrip() in own for line in part]
+        is_meant = shared[first] or shared[last] or 2 * sum(shared) > last - first
+        if ends[place] >= most and is_meant:
             wide = _widened(begin, end, part, lines, position)
             num_changed = wide.end - wide.begin - (end - begin)
             changed.setdefault(num_changed, []).append(wide)

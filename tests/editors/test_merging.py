@@ -100,6 +100,7 @@ def test_other_lines_stay_as_they_are():
     ("original", "part", "message"),
     [
         (FILE, "new()", "'new\\(\\)' shares no line"),
+        (FILE, "new()\nimport os\nmore()\nlast()", "only a few within it"),
         (FILE, "        new():\n            x", "shares no line"),
         (FILE, "    pass\n    x = 1", "fits 2 places .* attends to the whole canvas"),
         ("x = 1\n" * 65, "x = 1\nanother()", "more than 64 times"),
