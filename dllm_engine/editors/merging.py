@@ -173,12 +173,12 @@ def _shared_places(part: list[str], lines: list[str], position: int) -> list[Pla
     ends = {place: count - place * _REMOVED for place, (count, _) in best.items()}
     most = max(ends.values(), default=0.0) - 1e-9
     changed: dict[int, list[Place]] = {0: []}
-    for place in sorted(ends):
+    for place in sorted(place for place in ends if ends[place] >= most):
         begin, end = best[place][1], place + 1
         own = {line.rstrip() for line in lines[begin:end]} - {""}
         shared = [line.rstrip() in own for line in part]
         is_meant = shared[first] or shared[last] or 2 * sum(shared) > last - first
-        if ends[place] >= most and is_meant:
+        if is_meant:
             wide = _widened(begin, end, part, lines, position)
             num_changed = wide.end - wide.begin - (end - begin)
             changed.setdefault(num_changed, []).append(wide)
