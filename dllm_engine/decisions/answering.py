@@ -131,7 +131,10 @@ async def answer_over_http(
 
     results = await _all_of([ask(number, row) for number, row in enumerate(rows)])
     decisions = [figures.decision for _, figures in results]
-    num_tokens = sum(len(output.prompt_token_ids) for output, _ in results)
+    # The first prompt is read also where no question needs a row.
+    num_tokens = sum(len(output.prompt_token_ids) for output, _ in results) or len(
+        first
+    )
     num_shared = sum(output.num_cached_tokens or 0 for output, _ in results)
     num_rows = sum(figures.tokens_computed for _, figures in results)
     amounts = len(questions), num_rows, num_tokens, num_shared

@@ -91,6 +91,12 @@ def test_openai_answers(client, demo):
     assert_nothing_left(demo)
 
 
+def test_one_option_needs_no_pass_and_its_input_is_counted(client):
+    decision = system_one(client, questions={"n": ONE_OPTION}).json()
+    assert decision["answers"]["n"]["confidence"] == 1
+    assert decision["usage"]["input_tokens"] > 0
+
+
 def test_answers_do_not_depend_on_other_questions_names_or_order(client):
     expected = decided(client)["answers"]
     renamed = [{**each, "name": f"n{i}"} for i, each in enumerate(QUESTIONS)]
