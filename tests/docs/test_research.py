@@ -191,7 +191,7 @@ START = "from dllm_engine.decoding.unmasking_policies import UnmaskingRule\n"
         (
             "cache_methods",
             "UnmaskingRule('noise', 'm:f')",
-            "no instance of CacheMethod",
+            "not an instance of CacheMethod",
         ),
     ],
 )
