@@ -195,7 +195,7 @@ def test_nothing_may_belong_before_a_suffix(complete, client):
     }
     first, last = chunks_of(client.post("/v1/chat/completions", json=body))
     assert first["choices"][0]["delta"]["content"] == ""
-    assert last["choices"] == [{"index": 0, "delta": {}, "finish_reason": "stop"}]
+    assert last["choices"][0]["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize("stream", [False, True])
