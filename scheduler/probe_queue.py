@@ -64,6 +64,7 @@ class ProbeQueue:
             call.result.set_result((None, self._weights.num_changes))
 
     def drop_all(self) -> None:
+        """Drop all calls, whose answers would come from two sets of weights."""
         for name in [*self._calls]:
             self.drop(name)
 
