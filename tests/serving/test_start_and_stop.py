@@ -225,6 +225,8 @@ def test_a_server_drains_what_it_has_taken_and_is_not_ready_meanwhile(start):
     watched.wait_until_ready()
     answers = [watched.ask("/v1/completions", **STRUCTURED)]
     build = watched.suspended_build()
+    engine = watched.process_called("EngineCore")
+    engine.suspend()  # so that none is answered before the server is to stop
     answers += [
         watched.ask("/v1/decisions", **DECISION),
         watched.ask(**LONG | {"max_tokens": 256}, stream=True),
@@ -235,6 +237,7 @@ def test_a_server_drains_what_it_has_taken_and_is_not_ready_meanwhile(start):
     late = watched.ask().result(SECONDS)
     assert late.status_code == 503
     assert late.headers["retry-after"]
+    engine.resume()
     build.resume()
     structured, decision, stream = [answer.result(SECONDS) for answer in answers]
     assert [structured.status_code, decision.status_code] == [200, 200]
