@@ -15,6 +15,7 @@ from dllm_engine.model_executor.loading.files import check_files
 from dllm_engine.model_executor.models.config_facts import PlainConfig, stated_config
 from dllm_engine.model_executor.models.config_keys import SCHEMAS
 from dllm_engine.options import EngineOptions
+from dllm_engine.text import shortened
 
 SHAPES = {
     name: (family, shape)
@@ -111,6 +112,13 @@ def check_start(model: str, arguments: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` naming a folder, or a file and its key, if ``model`` cannot
     be served. ``arguments``: the caller's arguments of ``vllm.LLM``."""
     check_folder(model)
+    for name in arguments.keys() & {"speculative_config", "spec_model"}:
+        # vLLM looks up its model before the other checks.
+        if (value := arguments[name]) is not None:
+            raise ValueError(
+                f"{name}={shortened(value)} is not supported for diffusion models; "
+                f"leave it unset"
+            )
     overrides = arguments.get("hf_overrides") or {}
     if (
         "://" in model

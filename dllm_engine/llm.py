@@ -221,7 +221,7 @@ class LLM(vllm.LLM):
         max_model_len = self.model_config.max_model_len
         read = [tokenized(template, tokenizer, max_model_len) for template in templates]
         opened = self._opened(prompts, read, params)
-        ranked = self._ranked_lengths(opened, params.n)
+        ranked = self._ranked_lengths(opened, params)
         tried = [
             (number, rank, lengths)
             for number, each in enumerate(opened)
@@ -294,9 +294,9 @@ class LLM(vllm.LLM):
         return result_of(self, chosen_openings(openables))
 
     def _ranked_lengths(
-        self, opened: Sequence[Opened], count: int
+        self, opened: Sequence[Opened], params: DiffusionParams
     ) -> list[list[list[int]]]:
-        """At least ``count`` lengths, the best first, for each open hole of each
+        """At least ``params.n`` lengths, the best first, for each open hole of each
         prompt's template.
         """
         limit = self.model_config.max_model_len
@@ -304,11 +304,13 @@ class LLM(vllm.LLM):
         holes = []
         for each in opened:
             if each.template.open_holes:
-                sizes = each.sizes(len(each.prompt), DEFAULT_BUDGET, limit)
+                sizes = each.sizes(
+                    len(each.prompt), params.min_tokens, DEFAULT_BUDGET, limit
+                )
                 holes += each.template.holes(each.prompt, sizes, mask)
         if not holes:
             return [[] for _ in opened]
-        remaining = iter(result_of(self, ranked_lengths(holes, count)))
+        remaining = iter(result_of(self, ranked_lengths(holes, params.n)))
         return [[*islice(remaining, each.template.open_holes)] for each in opened]
 
     def _filled(

@@ -214,10 +214,7 @@ def plan(d: Deployment) -> Sizing:
             f"--tensor-parallel-size or --gpu-memory, or lower --max-num-batched-tokens"
         )
     geometry = options.geometry(config, tp)
-    # Keys and values of ``page_size`` tokens of one layer, of this rank's KV heads.
-    page_bytes = (
-        2 * geometry.page_size * geometry.num_kv_heads * geometry.head_dim * dtype_bytes
-    )
+    page_bytes = geometry.page_bytes(dtype_bytes)
     demand_of = partial(request_demand, d, config, geometry, page_bytes, room)
     demand = demand_of(options)
     if not demand.requests:

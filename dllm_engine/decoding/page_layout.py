@@ -67,6 +67,10 @@ class PoolGeometry:
         """Numbers in a row's query, of the heads of the rank."""
         return self.num_heads * self.head_dim
 
+    def page_bytes(self, dtype_bytes: int) -> int:
+        """Bytes of a page of numbers of ``dtype_bytes``."""
+        return 2 * self.page_size * self.num_kv_heads * self.head_dim * dtype_bytes
+
     def feature_pages(self, num_rows: int, width: int) -> int:
         """Pages that hold ``num_rows`` rows of features of one layer. Raises
         ``ValueError`` if a page cannot hold a row.

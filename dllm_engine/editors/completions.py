@@ -64,8 +64,6 @@ async def settle_completion(
         for name, unused in _PENALTIES.items()
         if fields.get(name) not in (None, unused)
     ]
-    if ignored:
-        current_request.headers[IGNORED_HEADER] = ", ".join(ignored)
     prefixes, suffix = around
     budget = min(fields.get("max_tokens") or DEFAULT_BUDGET, LARGEST_BUDGET)
     if _is_blank(suffix, serving):
@@ -82,10 +80,17 @@ async def settle_completion(
     budget = min(budget, max_model_len - longest)
     left_out = {"suffix", "prompt", "max_tokens", *_PENALTIES}
     kept = {name: value for name, value in fields.items() if name not in left_out}
-    if not texts.suffix:
+    num_choices = fields.get("n") or 1
+    is_open = not texts.suffix
+    if is_open and num_choices > 1 and not temperature_of(fields, serving.model_config):
+        # Behind the last line, no length differs: all choices would be equal.
+        ignored.append("n")
+        kept["n"] = 1
+    if ignored:
+        current_request.headers[IGNORED_HEADER] = ", ".join(ignored)
+    if is_open:
         return {**kept, "prompt": texts.prefixes, "max_tokens": budget}
     template = Template((None, texts.suffix))
-    num_choices = fields.get("n") or 1
     stops = stops_of(
         {**fields, "stop": current_request.stops or fields.get("stop")}.get
     )
@@ -93,7 +98,15 @@ async def settle_completion(
         template, budget, num_choices, False, stops, in_chat=False
     )
     prompts = [each for each in texts.prefixes for _ in range(num_choices)]
-    return {**kept, "n": 1, "prompt": prompts, "max_tokens": 1}
+    length = max(fields.get("min_tokens") or 1, 1)
+    return {**kept, "n": 1, "prompt": prompts, "max_tokens": length}
+
+
+def temperature_of(fields: dict[str, Any], model_config: Any) -> float:
+    """The temperature of a body, or the default of the model."""
+    stated = fields.get("temperature")
+    defaults = model_config.override_generation_config
+    return defaults["temperature"] if stated is None else stated
 
 
 def _texts_around(

@@ -42,15 +42,13 @@ class CursorRequest:
         if suffix is None:
             prefix, suffix = around_cursor(prefix, serving)
         files = "".join(file_text(path, text) for path, text in self.context)
-        # Behind the last line, no length differs: greedy completions would be equal.
-        is_greedy = not suffix.strip() and not self.sampling.get("temperature")
         chosen = {name: x for name, x in self.sampling.items() if x is not None}
         return {
             **chosen,
             "prompt": files + prefix,
             "suffix": suffix,
             "max_tokens": self.budget,
-            "n": 1 if is_greedy else self.num_choices,
+            "n": self.num_choices,
             "model": self.model,
         }
 

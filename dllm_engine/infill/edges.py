@@ -27,6 +27,7 @@ from vllm.sampling_params import SamplingParams
 from dllm_engine.decoding.probe import Probe
 from dllm_engine.infill.template import Template
 from dllm_engine.lengths.forward_passes import Passes
+from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.request_options.sampling_params import HOLE_EDGES, bytes_in
 
 _LAST = "\U0010ffff"
@@ -126,10 +127,20 @@ class Opened:
             if token in ends and len(names[token]) >= shortest
         )
 
-    def sizes(self, prompt_length: int, budget: int, max_model_len: int) -> range:
-        """Lengths of an open hole in which ``budget`` tokens may be new."""
+    def sizes(
+        self, prompt_length: int, min_tokens: int, budget: int, max_model_len: int
+    ) -> range:
+        """Lengths of an open hole in which ``min_tokens`` to ``budget`` tokens may be
+        new.
+        """
         most = self.template.budget(budget + self.count, prompt_length, max_model_len)
-        return range(1 if self.both else self.count, most + 1)
+        least = 1 if self.both and not min_tokens else self.count + min_tokens
+        if least > most and min_tokens:
+            raise InvalidRequestError(
+                f"min_tokens={min_tokens}: the hole may have at most "
+                f"{most - self.count} tokens; lower min_tokens"
+            )
+        return range(least, most + 1)
 
     def put(
         self, params: SamplingParams, template: Sequence[int | None], *, rank: int

@@ -84,14 +84,17 @@ class HoleLengths(NamedTuple):
 
     def begin(self, engine: Any, prompt: Sequence[int], params: SamplingParams) -> None:
         template = self.filling.template
-        self._fill(params, template.filled([1] * template.open_holes))
+        # Refuse min_tokens that does not fit.
+        self._sizes(engine, Opened(list(prompt), template), params.min_tokens)
+        length = max(params.min_tokens, 1)
+        self._fill(params, template.filled([length] * template.open_holes))
 
     async def settle(
         self, engine: Any, prompt: Sequence[int], params: SamplingParams
     ) -> Settled:
         rankings = self.filling.rankings
         if self.group not in rankings:
-            ranking = self._ranked(engine, prompt)
+            ranking = self._ranked(engine, prompt, params.min_tokens)
             rankings[self.group] = asyncio.ensure_future(ranking)
         opened, sizes, ranked = await rankings[self.group]
         lengths = [each[min(self.rank, len(each) - 1)] for each in ranked]
@@ -117,8 +120,15 @@ class HoleLengths(NamedTuple):
         }
         params.max_tokens = len(template)
 
-    async def _ranked(self, engine: Any, prompt: Sequence[int]) -> Ranked:
-        filling, config = self.filling, engine.vllm_config.model_config
+    def _sizes(self, engine: Any, opened: Opened, min_tokens: int) -> range:
+        max_model_len = engine.vllm_config.model_config.max_model_len
+        budget, prompt_length = self.filling.budget, len(opened.prompt)
+        return opened.sizes(prompt_length, min_tokens, budget, max_model_len)
+
+    async def _ranked(
+        self, engine: Any, prompt: Sequence[int], min_tokens: int
+    ) -> Ranked:
+        filling = self.filling
         openable = openings(
             list(prompt),
             filling.template,
@@ -127,8 +137,8 @@ class HoleLengths(NamedTuple):
             in_chat=filling.in_chat,
         )
         (opened,) = await served_result(engine, chosen_openings([openable]))
-        sizes = opened.sizes(len(opened.prompt), filling.budget, config.max_model_len)
-        mask = config.hf_config.mask_token_id
+        sizes = self._sizes(engine, opened, min_tokens)
+        mask = engine.vllm_config.model_config.hf_config.mask_token_id
         holes = opened.template.holes(opened.prompt, sizes, mask)
         ranking = ranked_lengths(holes, filling.num_choices)
         return Ranked(opened, sizes, await served_result(engine, ranking))
@@ -207,7 +217,8 @@ def _settle_filling(
     current_request.filling = Filling(
         template, budget, num_choices, return_given, stops, in_chat=True
     )
-    set_length(request, 1)  # of which vLLM takes the prompt to leave room for
+    # vLLM leaves room for it behind the prompt.
+    set_length(request, max(getattr(request, "min_tokens", 0), 1))
 
 
 def template_fields(

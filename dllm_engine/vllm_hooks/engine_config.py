@@ -320,9 +320,18 @@ def _resolve_engine_options(vllm_config: VllmConfig) -> EngineOptions:
     for name, rule in PARALLEL_RULES.items():
         PARALLEL_RULES.function(name, rule.selects)
     page_demand = PageDemand(options.method, geometry, options.share_prompts)
-    page_demand.longest(
+    num_pages = page_demand.longest(
         options.cache, family.longest_canvas(model_config.max_model_len)
     )
+    given = vllm_config.cache_config.kv_cache_memory_bytes
+    needed = num_pages * geometry.page_bytes(model_config.dtype.itemsize)
+    if given is not None and given < needed:
+        raise ValueError(
+            f"kv_cache_memory_bytes={given} is less than the {needed} bytes of "
+            f"{num_pages} pages, which a request of "
+            f"max_model_len={model_config.max_model_len} may need; raise it, or lower "
+            f"max_model_len"
+        )
     options = options.on_device(
         current_platform.device_type, model_config.enforce_eager
     )

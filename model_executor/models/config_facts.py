@@ -106,7 +106,7 @@ def stated_config(model: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         )
     elif not path.is_file():
         raise ValueError(
-            f"{model} holds no config.json; name the folder of a checkpoint"
+            f"{model!r} holds no config.json; name the folder of a checkpoint"
         )
     return read_object(path)
 

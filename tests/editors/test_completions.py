@@ -72,6 +72,17 @@ def test_at_the_end_of_a_file_the_text_goes_on(complete, suffix):
     assert answer.json()["choices"][0]["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize("suffix", ["", "\n"])
+def test_equal_completions_at_the_end_of_a_file_are_one(complete, suffix):
+    fields = {"prompt": PREFIX, "suffix": suffix, "max_tokens": 32, "n": 3}
+    answer = complete(**fields)
+    assert answer.headers["x-dllm-ignored"] == "n"
+    assert [choice["text"] for choice in answer.json()["choices"]] == [WANTED + SUFFIX]
+    answer = complete(**fields, temperature=1)
+    assert len(answer.json()["choices"]) == 3
+    assert "x-dllm-ignored" not in answer.headers
+
+
 def test_texts_longer_than_the_context_are_cut_at_their_far_ends(complete, demo):
     before = "Copy: Rome. " * 2000 + PREFIX
     behind = SUFFIX + ". The red cup is old" * 2000

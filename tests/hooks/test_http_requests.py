@@ -168,6 +168,7 @@ MESSAGE = ("/v1/messages", {"max_tokens": 8, "messages": CHAT[1]["messages"]})
         ),
         *[(COMPLETION, {"prompt": prompt}, "") for prompt in ([], [[]])],
         (CHAT, {"messages": []}, ""),
+        (CHAT, {"messages": None}, "messages is None; give a list of messages"),
         *[(BATCH, {"messages": messages}, "") for messages in ([], [[]])],
         (BATCH, {"block_length": 8}, "block_length belongs into vllm_xargs"),
         (BATCH, {"stream": True}, "stream is not supported for a batch of chats"),

@@ -71,7 +71,7 @@ def test_a_hole_of_one_token_begins_and_ends_as_both_say(demo):
     names = {tokenizer.decode([token]) for token in opened.both}
     assert "rin" in names
     assert all(len(x) > 1 and x[0] == "r" and x[-2:] == "in" for x in names)
-    assert opened.sizes(9, 4, 32) == range(1, 7)
+    assert opened.sizes(9, 0, 4, 32) == range(1, 7)
 
 
 @pytest.mark.parametrize("in_parts", [True, False])

@@ -181,6 +181,25 @@ def test_several_responses_have_the_best_lengths(complete, demo):
     assert_nothing_left(demo)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_hole_has_at_least_min_tokens(client, complete, demo, stream):
+    asked = {"suffix": AFTER, "stream": stream, "min_tokens": 6}
+    chat = {"messages": CHAT, "stream": stream, "model": "demo", "min_tokens": 12}
+    for answer, least in (
+        (complete(**asked, max_tokens=8), 6),
+        (complete(**asked), 6),
+        (client.post("/v1/chat/completions", json=chat | {"suffix": ", Max=31"}), 12),
+    ):
+        assert answer.status_code == 200, answer.text
+        if not stream:
+            assert length_of(answer) >= least
+    refused = refusal(complete(**asked, max_tokens=4))
+    assert "min_tokens=6: the hole may have at most 4 tokens" in refused
+    params = DiffusionParams(min_tokens=6)
+    (output,) = demo.infill(PROMPT + BEFORE, AFTER, params)
+    assert len(output.outputs[0].token_ids) >= 6
+
+
 def test_nothing_may_belong_before_a_suffix(complete, client):
     asked = {"prompt": PROMPT + BEFORE + WANTED, "suffix": AFTER}
     (choice,) = complete(**asked, logprobs=1).json()["choices"]

@@ -60,6 +60,15 @@ LLAMA = str(DEMO_GUIDE_DIR)
             {"max_automaton_seconds": 1e308},
             "max_automaton_seconds=1e+308: Input should be less than or equal to 86400",
         ),
+        ({"model": ""}, "'' holds no config.json"),
+        (
+            {"speculative_config": {"model": "no/such-model"}},
+            "speculative_config={'model': 'no/such-model'} is not supported",
+        ),
+        (
+            {"cache_method": "dual", "kv_cache_memory_bytes": 1000},
+            "kv_cache_memory_bytes=1000 is less than the ",
+        ),
         (
             {"lora_path": "/nowhere"},
             "lora_path='/nowhere' is not a folder; download the adapter and name its "

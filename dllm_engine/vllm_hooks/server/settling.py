@@ -15,12 +15,17 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
 from dllm_engine.admission import open_length_rule
 from dllm_engine.decisions.http import settle_decision
-from dllm_engine.editors.completions import is_at_cursor, settle_completion
+from dllm_engine.editors.completions import (
+    is_at_cursor,
+    settle_completion,
+    temperature_of,
+)
 from dllm_engine.infill.http import LENGTHS, settle_template
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import check_place
 from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.request_options.sampling import check_num_responses
+from dllm_engine.text import shortened
 from dllm_engine.vllm_hooks.input_processor import NO_BEAM_SEARCH
 from dllm_engine.vllm_hooks.server.open_requests import OpenRequest
 
@@ -37,7 +42,7 @@ _ROUTES: dict[str, tuple[str, Any]] = {
 """For each route, the attribute of the application's state that answers it, and vLLM's
 class of its bodies.
 """
-_NUMBERS = {"max_tokens", "n"}
+_NUMBERS = {"max_tokens", "min_tokens", "n"}
 """Number fields that may be texts."""
 
 
@@ -57,6 +62,11 @@ async def settled_fields(
     if not isinstance(fields.get("vllm_xargs") or {}, dict):
         raise InvalidRequestError(
             "vllm_xargs is not an object; give request options in it"
+        )
+    messages = fields.get("messages", [])
+    if route == CHATS and not isinstance(messages, list):
+        raise InvalidRequestError(
+            f"messages is {shortened(messages)}; give a list of messages"
         )
     _check_num_responses(fields)
     for name in ("stream", "tools"):
@@ -182,8 +192,4 @@ def _check_num_responses(fields: dict[str, Any]) -> None:
 def _check_draws(fields: dict[str, Any], state: Any) -> None:
     """Refuse several greedy responses. vLLM's error does not say what to do."""
     if isinstance(n := fields.get("n"), int) and n > 1:
-        defaults = state.vllm_config.model_config.override_generation_config
-        temperature = fields.get("temperature")
-        check_num_responses(
-            n, defaults["temperature"] if temperature is None else temperature
-        )
+        check_num_responses(n, temperature_of(fields, state.vllm_config.model_config))
