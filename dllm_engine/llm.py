@@ -39,6 +39,11 @@ from dllm_engine.infill.edges import (
     chosen_openings,
     openings,
     stops_of,
+)
+from dllm_engine.infill.hole_text import (
+    improbable_repeats,
+    inside_of,
+    leave_out,
     without_edges,
 )
 from dllm_engine.infill.template import (
@@ -246,6 +251,15 @@ class LLM(vllm.LLM):
         outputs = self._filled(
             [filled_prompts[number] for number, _, _ in tried], requests
         )
+        holes = [
+            (opened[number], inside_of(output.outputs[0], request))
+            for (number, _, _), request, output in zip(
+                tried, requests, outputs, strict=True
+            )
+        ]
+        repeats = result_of(self, improbable_repeats(holes, tokenizer))
+        for request, repeat in zip(requests, repeats, strict=True):
+            leave_out(request, repeat)
         merged: dict[int, vllm.RequestOutput] = {}
         for (number, _, lengths), request, output in zip(
             tried, requests, outputs, strict=True

@@ -3,6 +3,7 @@
 any length.
 """
 
+import asyncio
 import re
 from collections.abc import Sequence
 from functools import lru_cache
@@ -94,12 +95,16 @@ async def settle_completion(
     stops = stops_of(
         {**fields, "stop": current_request.stops or fields.get("stop")}.get
     )
+    min_tokens = max(fields.get("min_tokens") or 0, 0)
     current_request.filling = Filling(
-        template, budget, num_choices, False, stops, in_chat=False
+        template, min_tokens, budget, num_choices, False, stops, in_chat=False
     )
+    if all(isinstance(prefix, str) for prefix in prefixes):
+        # Given tokens are not checked yet.
+        current_request.filling.begin(serving.engine_client, texts.prefixes)
+        await asyncio.sleep(0)  # so that the engine gets its calls now
     prompts = [each for each in texts.prefixes for _ in range(num_choices)]
-    length = max(fields.get("min_tokens") or 1, 1)
-    return {**kept, "n": 1, "prompt": prompts, "max_tokens": length}
+    return {**kept, "n": 1, "prompt": prompts, "max_tokens": max(min_tokens, 1)}
 
 
 def temperature_of(fields: dict[str, Any], model_config: Any) -> float:

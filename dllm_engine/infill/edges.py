@@ -19,16 +19,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain, takewhile
-from typing import Any, Self
+from typing import Any
 
-from vllm.outputs import CompletionOutput
 from vllm.sampling_params import SamplingParams
 
 from dllm_engine.decoding.probe import Probe
 from dllm_engine.infill.template import Template
 from dllm_engine.lengths.forward_passes import Passes
 from dllm_engine.request_options.errors import InvalidRequestError
-from dllm_engine.request_options.sampling_params import HOLE_EDGES, bytes_in
+from dllm_engine.request_options.sampling_params import HOLE_EDGES
 
 _LAST = "\U0010ffff"
 _NEAR = 8
@@ -103,6 +102,11 @@ class Opened:
     """
     before: Edge = NO_EDGE
     behind: Edge = NO_EDGE
+
+    @property
+    def has_free_end(self) -> bool:
+        """Return True for a single hole whose length is chosen from a budget."""
+        return self.vocabulary is not None and None in self.template.parts
 
     @property
     def texts(self) -> tuple[str, str]:
@@ -344,45 +348,3 @@ def _edge(
     if is_stopped or not re.fullmatch(r"\w+" if is_behind else r" ?\w+| +", text):
         return NO_EDGE
     return Edge(tuple(opened), "".join(names), text, tuple(tokens))
-
-
-class TextWithin:
-    """The text of a streamed completion without the edges of its hole."""
-
-    def __init__(self, before: str, behind: str, *, in_parts: bool) -> None:
-        self._before, self._behind, self._in_parts = before, behind, in_parts
-        self._text, self._shown = "", 0
-
-    @classmethod
-    def of(cls, params: SamplingParams, *, in_parts: bool) -> Self | None:
-        """The object for a request. None if the hole has no edges, or if the given text
-        is returned too.
-        """
-        packed = bytes_in(params, HOLE_EDGES)
-        if packed is None or (params.extra_args or {}).get("return_given") is not False:
-            return None
-        return cls(*json.loads(packed)["texts"], in_parts=in_parts)
-
-    def cut(self, completion: CompletionOutput) -> None:
-        """Leave the edges out of the text. Text that may belong to the end is held
-        back.
-        """
-        text = completion.text
-        self._text = self._text + text if self._in_parts else text
-        inside = self._text[len(self._before) :]
-        is_stopped = isinstance(completion.stop_reason, str)
-        if completion.finish_reason is None:
-            inside = inside[: max(len(inside) - len(self._behind), 0)]
-        elif not is_stopped:
-            inside = inside.removesuffix(self._behind)
-        completion.text = inside[self._shown :] if self._in_parts else inside
-        self._shown = len(inside)
-
-
-def without_edges(text: str, extra_args: dict[str, Any]) -> str:
-    """The text of a complete hole without its edges."""
-    packed = extra_args.get(HOLE_EDGES)
-    if packed is None:
-        return text
-    before, behind = json.loads(packed)["texts"]
-    return text[len(before) :].removesuffix(behind)

@@ -15,8 +15,8 @@ from dllm_engine.infill.edges import (
     chosen_openings,
     openings,
     stops_of,
-    without_edges,
 )
+from dllm_engine.infill.hole_text import HoleText, without_edges
 from dllm_engine.infill.template import (
     Template,
     check_length,
@@ -50,6 +50,7 @@ class Filling:
     """
 
     template: Template
+    min_tokens: int
     budget: int
     num_choices: int
     return_given: Any
@@ -60,6 +61,47 @@ class Filling:
     rankings: dict[int, "asyncio.Task[Ranked]"] = field(default_factory=dict)
     hole_sizes: dict[int, list[int]] = field(default_factory=dict)
     """Tokens of each hole, by the place of the prompt in the request."""
+
+    def begin(self, engine: Any, prompts: Sequence[Sequence[int]]) -> None:
+        """Begin to rank the lengths, so that an engine computes while vLLM reads the
+        request.
+        """
+        for group, prompt in enumerate(prompts):
+            self.ranking(group, engine, prompt)
+
+    def ranking(
+        self, group: int, engine: Any, prompt: Sequence[int]
+    ) -> "asyncio.Task[Ranked]":
+        """The ranking for a group of equal prompts."""
+        if group not in self.rankings:
+            self.rankings[group] = asyncio.ensure_future(self._ranked(engine, prompt))
+        return self.rankings[group]
+
+    def end(self) -> None:
+        """Drop rankings that the request no longer needs."""
+        for ranking in self.rankings.values():
+            if not ranking.cancel() and not ranking.cancelled():
+                ranking.exception()  # Otherwise, asyncio logs an error that nobody read.
+
+    async def _ranked(self, engine: Any, prompt: Sequence[int]) -> "Ranked":
+        openable = openings(
+            list(prompt),
+            self.template,
+            engine.input_processor.tokenizer,
+            self.stops,
+            in_chat=self.in_chat,
+        )
+        (opened,) = await served_result(engine, chosen_openings([openable]))
+        sizes = self.sizes(engine, opened)
+        mask = engine.vllm_config.model_config.hf_config.mask_token_id
+        holes = opened.template.holes(opened.prompt, sizes, mask)
+        ranking = ranked_lengths(holes, self.num_choices)
+        return Ranked(opened, sizes, await served_result(engine, ranking))
+
+    def sizes(self, engine: Any, opened: Opened) -> range:
+        """Lengths of an open hole."""
+        limit = engine.vllm_config.model_config.max_model_len
+        return opened.sizes(len(opened.prompt), self.min_tokens, self.budget, limit)
 
     def at(self, place: int) -> "HoleLengths":
         """The choice of lengths for the prompt with index ``place`` in the request."""
@@ -85,32 +127,28 @@ class HoleLengths(NamedTuple):
     def begin(self, engine: Any, prompt: Sequence[int], params: SamplingParams) -> None:
         template = self.filling.template
         # Refuse min_tokens that does not fit.
-        self._sizes(engine, Opened(list(prompt), template), params.min_tokens)
+        self.filling.sizes(engine, Opened(list(prompt), template))
         length = max(params.min_tokens, 1)
         self._fill(params, template.filled([length] * template.open_holes))
 
     async def settle(
         self, engine: Any, prompt: Sequence[int], params: SamplingParams
     ) -> Settled:
-        rankings = self.filling.rankings
-        if self.group not in rankings:
-            ranking = self._ranked(engine, prompt, params.min_tokens)
-            rankings[self.group] = asyncio.ensure_future(ranking)
-        opened, sizes, ranked = await rankings[self.group]
+        ranking = self.filling.ranking(self.group, engine, prompt)
+        opened, sizes, ranked = await ranking
         lengths = [each[min(self.rank, len(each) - 1)] for each in ranked]
         template = opened.template.filled(lengths)
         self._fill(params, template)
         place = self.group * self.filling.num_choices + self.rank
         self.filling.hole_sizes[place] = opened.template.hole_sizes(lengths)
         opened.put(params, template, rank=self.rank)
-        given = [token for token in template if token is not None]
+        settled = Settled(opened.prompt, is_cut=max(lengths) == sizes[-1])
+        returned = [token for token in template if token is not None]
         if _options({"return_given": self.filling.return_given}).return_given is False:
-            given = []
-        return Settled(
-            opened.prompt,
-            whole=None if None in template else given,
-            is_cut=max(lengths) == sizes[-1],
-        )
+            text = HoleText(opened, params, engine.input_processor.tokenizer)
+            settled = settled._replace(cut=text.cut)
+            returned = []
+        return settled if None in template else settled._replace(whole=returned)
 
     def _fill(self, params: SamplingParams, template: list[int | None]) -> None:
         params.extra_args = {
@@ -119,29 +157,6 @@ class HoleLengths(NamedTuple):
             "return_given": self.filling.return_given,
         }
         params.max_tokens = len(template)
-
-    def _sizes(self, engine: Any, opened: Opened, min_tokens: int) -> range:
-        max_model_len = engine.vllm_config.model_config.max_model_len
-        budget, prompt_length = self.filling.budget, len(opened.prompt)
-        return opened.sizes(prompt_length, min_tokens, budget, max_model_len)
-
-    async def _ranked(
-        self, engine: Any, prompt: Sequence[int], min_tokens: int
-    ) -> Ranked:
-        filling = self.filling
-        openable = openings(
-            list(prompt),
-            filling.template,
-            engine.input_processor.tokenizer,
-            filling.stops,
-            in_chat=filling.in_chat,
-        )
-        (opened,) = await served_result(engine, chosen_openings([openable]))
-        sizes = self._sizes(engine, opened, min_tokens)
-        mask = engine.vllm_config.model_config.hf_config.mask_token_id
-        holes = opened.template.holes(opened.prompt, sizes, mask)
-        ranking = ranked_lengths(holes, filling.num_choices)
-        return Ranked(opened, sizes, await served_result(engine, ranking))
 
 
 async def settle_template(request: Any, serving: Any, current_request: Any) -> None:
@@ -212,13 +227,13 @@ def _settle_filling(
     else:
         num_choices = 1
     budget = min(budget, LARGEST_BUDGET)
+    min_tokens = max(getattr(request, "min_tokens", None) or 0, 0)
     stops = stops_of(lambda name: getattr(request, name, None))
     # The given text of a template is returned, and the prompt is not.
     current_request.filling = Filling(
-        template, budget, num_choices, return_given, stops, in_chat=True
+        template, min_tokens, budget, num_choices, return_given, stops, in_chat=True
     )
-    # vLLM leaves room for it behind the prompt.
-    set_length(request, max(getattr(request, "min_tokens", 0), 1))
+    set_length(request, max(min_tokens, 1))  # vLLM leaves room for it behind the prompt
 
 
 def template_fields(

@@ -1,14 +1,15 @@
 """Requests whose length forward passes choose before the engine gets them."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from vllm.outputs import CompletionOutput
 from vllm.sampling_params import SamplingParams
 
 from dllm_engine.admission import admitted, open_length_rule, shortest_text
 from dllm_engine.families import model_end_tokens
-from dllm_engine.lengths.forward_passes import result_of, served_result
+from dllm_engine.lengths.forward_passes import Passes, result_of, served_result
 from dllm_engine.lengths.responses import (
     ChosenLength,
     OpenResponse,
@@ -31,6 +32,10 @@ from dllm_engine.request_options.sampling_params import (
 from dllm_engine.structured_output.requests import constrained
 
 
+def _uncut(completion: CompletionOutput) -> Passes[None]:
+    yield from ()
+
+
 class Settled(NamedTuple):
     """A response whose length is known."""
 
@@ -40,6 +45,8 @@ class Settled(NamedTuple):
     """All returned tokens, if nothing is left to write."""
     is_cut: bool = True
     """True if a longer response might have been written."""
+    cut: Callable[[CompletionOutput], Passes[None]] = _uncut
+    """Changes the text of a completion to what is returned."""
 
 
 class LengthChoice(Protocol):

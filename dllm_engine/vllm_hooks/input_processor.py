@@ -7,14 +7,14 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from dllm_engine.admission import admitted
 from dllm_engine.decoding.option_types import MOST_TOKENS
-from dllm_engine.infill.edges import TextWithin
 from dllm_engine.infill.template import nothing
+from dllm_engine.lengths.forward_passes import served_result
 from dllm_engine.lengths.requests import (
     AutoLength,
     LengthChoice,
@@ -191,13 +191,10 @@ def generate_if_valid(
             return
         checked_prompt = _checked_prompt(self, rendered, params, request_id, kwargs)
         outputs = generate(self, checked_prompt, params, request_id, **kwargs)
-        in_parts = params.output_kind is RequestOutputKind.DELTA
-        text = TextWithin.of(params, in_parts=in_parts)
         async with aclosing(outputs):
             async for output in outputs:
                 for completion in output.outputs:
-                    if text is not None:
-                        text.cut(completion)
+                    await served_result(self, settled.cut(completion))
                     if completion.finish_reason == "length" and not settled.is_cut:
                         completion.finish_reason = "stop"
                 yield output

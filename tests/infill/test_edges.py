@@ -4,13 +4,11 @@ import json
 from typing import Any
 
 import pytest
-from vllm.outputs import CompletionOutput
 
 from dllm_engine import DiffusionParams
 from dllm_engine.infill.edges import (
     Openable,
     Opened,
-    TextWithin,
     openings,
     vocabulary_of,
 )
@@ -72,31 +70,6 @@ def test_a_hole_of_one_token_begins_and_ends_as_both_say(demo):
     assert "rin" in names
     assert all(len(x) > 1 and x[0] == "r" and x[-2:] == "in" for x in names)
     assert opened.sizes(9, 0, 4, 32) == range(1, 7)
-
-
-@pytest.mark.parametrize("in_parts", [True, False])
-@pytest.mark.parametrize("size", [1, 2, 5, 20])
-@pytest.mark.parametrize(
-    ("stop_reason", "wanted"), [(None, "nt(x, 1"), ("; ", "nt(x, 1nt")]
-)
-def test_edges_are_left_out_of_a_text_as_it_comes(in_parts, size, stop_reason, wanted):
-    whole, shown = "int(x, 1nt", ""
-    within = TextWithin("i", "nt", in_parts=in_parts)
-    for end in range(size, len(whole) + size, size):
-        is_last = end >= len(whole)
-        completion = CompletionOutput(
-            index=0,
-            text=whole[end - size : end] if in_parts else whole[:end],
-            token_ids=[],
-            cumulative_logprob=None,
-            logprobs=None,
-            finish_reason="stop" if is_last else None,
-            stop_reason=stop_reason if is_last else None,
-        )
-        within.cut(completion)
-        shown = shown + completion.text if in_parts else completion.text
-        assert wanted.startswith(shown)
-    assert shown == wanted
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,9 @@ class OpenRequests:
         return request
 
     def finish(self, task: "asyncio.Task[Any]") -> None:
-        del self._requests[task]
+        request = self._requests.pop(task)
+        if request.filling is not None:
+            request.filling.end()
 
     async def finished(self, seconds: float) -> None:
         """Wait until no request is open, for a limited time in seconds."""
