@@ -8,7 +8,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from itertools import compress, islice
+from itertools import compress
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -40,21 +40,14 @@ from dllm_engine.infill.edges import (
     openings,
     stops_of,
 )
-from dllm_engine.infill.hole_text import (
-    improbable_repeats,
-    inside_of,
-    leave_out,
-    without_edges,
-)
+from dllm_engine.infill.offline import attempts_of, best_lengths, returned
 from dllm_engine.infill.template import (
     Piece,
     Template,
-    filled_in,
     nothing,
     tokenized,
 )
 from dllm_engine.lengths.forward_passes import answers_of, result_of
-from dllm_engine.lengths.holes import DEFAULT_BUDGET, ranked_lengths
 from dllm_engine.options import OPTIONS_KEY, EngineOptions
 from dllm_engine.params import DiffusionParams
 from dllm_engine.plugin import register_or_raise
@@ -226,66 +219,15 @@ class LLM(vllm.LLM):
         max_model_len = self.model_config.max_model_len
         read = [tokenized(template, tokenizer, max_model_len) for template in templates]
         opened = self._opened(prompts, read, params)
-        ranked = self._ranked_lengths(opened, params)
-        tried = [
-            (number, rank, lengths)
-            for number, each in enumerate(opened)
-            for rank, lengths in enumerate(
-                each.template.choices(ranked[number], params.n)
-            )
-        ]
-        requests = []
-        for number, rank, lengths in tried:
-            request = params.clone()
-            if len(ranked[number]) == 1:  # responses differ by their lengths
-                request.n = 1
-            template = opened[number].template.filled(lengths)
-            request.response_template = template
-            request.return_given = False
-            opened[number].put(request, template, rank=rank)
-            requests.append(request)
+        ranked = result_of(self, best_lengths(opened, params, self.model_config))
+        attempts = attempts_of(opened, ranked, params)
         filled_prompts = [
-            _with_tokens(prompt, each.prompt)
-            for prompt, each in zip(prompts, opened, strict=True)
+            _with_tokens(prompts[attempt.number], attempt.opened.prompt)
+            for attempt in attempts
         ]
-        outputs = self._filled(
-            [filled_prompts[number] for number, _, _ in tried], requests
-        )
-        holes = [
-            (opened[number], inside_of(output.outputs[0], request))
-            for (number, _, _), request, output in zip(
-                tried, requests, outputs, strict=True
-            )
-        ]
-        repeats = result_of(self, improbable_repeats(holes, tokenizer))
-        for request, repeat in zip(requests, repeats, strict=True):
-            leave_out(request, repeat)
-        merged: dict[int, vllm.RequestOutput] = {}
-        for (number, _, lengths), request, output in zip(
-            tried, requests, outputs, strict=True
-        ):
-            for completion in output.outputs:
-                texts = filled_in(
-                    completion.token_ids,
-                    request.response_template or [],
-                    tokenizer,
-                    with_given=False,
-                    sizes=opened[number].template.hole_sizes(lengths),
-                )
-                extra_args = request.extra_args or {}
-                completion.text = without_edges(completion.text, extra_args)
-                completion.holes = [without_edges(text, extra_args) for text in texts]
-                holes = iter(completion.holes)
-                completion.joined = "".join(
-                    piece if isinstance(piece, str) else next(holes)
-                    for piece in templates[number]
-                )
-            first = merged.setdefault(number, output)
-            if first is not output:
-                for completion in output.outputs:
-                    completion.index = len(first.outputs)
-                    first.outputs.append(completion)
-        return [merged[number] for number in range(len(prompts))]
+        requests = [attempt.request for attempt in attempts]
+        outputs = self._filled(filled_prompts, requests)
+        return result_of(self, returned(attempts, outputs, templates, tokenizer))
 
     def _opened(
         self, prompts: Sequence[Any], templates: Sequence[Template], params: Any
@@ -306,26 +248,6 @@ class LLM(vllm.LLM):
                 openings(tokens, template, self._tokenizer, stops, in_chat=are_chats)
             )
         return result_of(self, chosen_openings(openables))
-
-    def _ranked_lengths(
-        self, opened: Sequence[Opened], params: DiffusionParams
-    ) -> list[list[list[int]]]:
-        """At least ``params.n`` lengths, the best first, for each open hole of each
-        prompt's template.
-        """
-        limit = self.model_config.max_model_len
-        mask = self.model_config.hf_config.mask_token_id
-        holes = []
-        for each in opened:
-            if each.template.open_holes:
-                sizes = each.sizes(
-                    len(each.prompt), params.min_tokens, DEFAULT_BUDGET, limit
-                )
-                holes += each.template.holes(each.prompt, sizes, mask)
-        if not holes:
-            return [[] for _ in opened]
-        remaining = iter(result_of(self, ranked_lengths(holes, params.n)))
-        return [[*islice(remaining, each.template.open_holes)] for each in opened]
 
     def _filled(
         self, prompts: list[Any], requests: list[DiffusionParams]
