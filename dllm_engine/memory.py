@@ -4,6 +4,7 @@ and pages are exact. Activations are an estimate, which vLLM replaces by a measu
 at start."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from dllm_engine.checkpoints import load_config
 from dllm_engine.decoding.option_types import Positive
 from dllm_engine.decoding.page_layout import PageKind, PoolGeometry, head_dim_of
 from dllm_engine.demo import model_path
+from dllm_engine.families import ModelFamily
 from dllm_engine.model_executor.head_chunks import rows_at_once
 from dllm_engine.model_executor.loading.files import ADAPTER_CONFIG, read_object
 from dllm_engine.model_executor.models.config_facts import stated_config
@@ -124,12 +126,18 @@ class RequestDemand:
     """
 
 
-class Sizing(Deployment):
-    """A deployment with its open settings filled in, and the memory that it needs. All
-    numbers are per GPU, or per process of a CPU.
-    """
+class CompleteDeployment(Deployment):
+    """A deployment with its open settings filled in."""
 
     overhead: ByteSize
+    max_model_len: int
+
+
+class Sizing(CompleteDeployment):
+    """A deployment and the memory that it needs. All numbers are per GPU, or per
+    process of a CPU.
+    """
+
     weight_bytes: int
     guide_weight_bytes: int
     """0 without a guide model."""
@@ -156,80 +164,125 @@ class Sizing(Deployment):
         )
 
 
-def plan(d: Deployment) -> Sizing:
+def plan(deployment: Deployment) -> Sizing:
     """Compute what fits. Raises ``ValueError`` if no request fits, or if a setting does
     not suit the model.
     """
-    config = load_config(d.model)
-    family = config.family
-    tp = d.tensor_parallel_size
+    config = load_config(deployment.model)
+    d, guides = _completed(deployment, config)
+    tp, dtype_bytes = d.tensor_parallel_size, _DTYPES[d.dtype][1]
+    weights = weight_bytes(
+        config, tp, dtype_bytes, d.quantization and QUANTIZATIONS[d.quantization]
+    )
+    weights += draft_adapter_bytes(d.model, d.options, config, tp, dtype_bytes)
+    guide_weights = sum(weight_bytes(guide, tp, dtype_bytes) for guide in guides)
+    activations = max(
+        activation_bytes(
+            model,
+            tp,
+            dtype_bytes,
+            d.max_num_batched_tokens,
+            on_gpu=d.gpu_memory is not None,
+        )
+        for model in (config, *guides)
+    )
+    for_pass = _pass_bytes(d, d.options)
+    pool = _pool_bytes(d, weights + guide_weights, activations + for_pass)
+    demand_of = partial(request_demand, d, config, pool + for_pass)
+    demand = demand_of(d.options)
+    if not demand.requests:
+        raise ValueError(f"cache_method={demand.cache_method!r}: {demand.limit}")
+    page_bytes = d.options.geometry(config, tp).page_bytes(dtype_bytes)
+    return Sizing(
+        **vars(d),
+        weight_bytes=weights,
+        guide_weight_bytes=guide_weights,
+        activation_bytes=activations + for_pass,
+        pool_bytes=pool,
+        page_bytes=page_bytes,
+        num_pages=pages_of_pool(pool, page_bytes),
+        demand=demand,
+        others=_demand_of_others(d, config.family, demand_of),
+        notes=_notes(d, config),
+    )
+
+
+def _completed(d: Deployment, config: Any) -> tuple[CompleteDeployment, list[Any]]:
+    """The deployment with its open settings filled in, and the configs of its guides.
+    Raises ``ValueError`` if a setting does not suit the model.
+    """
     longest = canvas_limit(
         config, d.prompt, d.response, d.block_length, d.max_model_len
     )
-    if (heads := config.num_attention_heads) % tp:
+    if (heads := config.num_attention_heads) % d.tensor_parallel_size:
         raise ValueError(
-            f"--tensor-parallel-size {tp} does not divide the model's {heads} "
-            f"attention heads"
+            f"--tensor-parallel-size {d.tensor_parallel_size} does not divide the "
+            f"model's {heads} attention heads"
         )
     options, guides = _with_guide(
-        d.options.with_paper_settings(d.model, family), d.model
+        d.options.with_paper_settings(d.model, config.family), d.model
     )
-    rows = max(
-        d.max_num_batched_tokens,
-        family.longest_canvas(longest if options.method.shortened is None else 1),
+    rows = config.family.longest_canvas(
+        longest if options.method.shortened is None else 1
     )
     stated = str(getattr(config, "dtype", None)).removeprefix("torch.")
     # vLLM's choice: the checkpoint's type, or bfloat16 instead of float32.
     default = stated if stated in ("bfloat16", "float16") else "bfloat16"
-    dtype, dtype_bytes = _DTYPES[default if d.dtype == "auto" else d.dtype]
-    on_gpu = d.gpu_memory is not None
-    overhead = d.overhead
-    if overhead is None:
-        overhead = ByteSize((1 if on_gpu else 2) << 30)
-    common = {"options": options, "dtype": dtype, "overhead": overhead}
-    d = d.model_copy(
-        update=common | {"max_model_len": longest, "max_num_batched_tokens": rows}
-    )
-    weights = weight_bytes(
-        config, tp, dtype_bytes, d.quantization and QUANTIZATIONS[d.quantization]
-    )
-    weights += draft_adapter_bytes(d.model, options, config, tp, dtype_bytes)
-    guide_weights = sum(weight_bytes(guide, tp, dtype_bytes) for guide in guides)
-    activations = max(
-        activation_bytes(model, tp, dtype_bytes, rows, on_gpu=on_gpu)
-        for model in (config, *guides)
-    )
-    for_pass = options.method.cost.num_bytes(rows, longest)
-    room = CPU_PAGE_POOL_BYTES + for_pass
-    if d.gpu_memory is not None:
-        num_bytes = weights + guide_weights + activations + overhead
-        room = int(d.gpu_memory * d.gpu_memory_utilization) - num_bytes
-    if d.gpu_memory is not None and room <= for_pass:
+    settings = vars(d) | {
+        "options": options,
+        "dtype": _DTYPES[default if d.dtype == "auto" else d.dtype][0],
+        "max_model_len": longest,
+        "max_num_batched_tokens": max(d.max_num_batched_tokens, rows),
+    }
+    if d.overhead is None:
+        settings["overhead"] = (2 if d.gpu_memory is None else 1) << 30
+    return CompleteDeployment(**settings), guides
+
+
+def _pass_bytes(d: CompleteDeployment, options: EngineOptions) -> int:
+    """Memory that a pass of the cache method holds."""
+    return options.method.cost.num_bytes(d.max_num_batched_tokens, d.max_model_len)
+
+
+def _pool_bytes(d: CompleteDeployment, weights: int, activations: int) -> int:
+    """Bytes that are left for pages. Raises ``ValueError`` if none are."""
+    if d.gpu_memory is None:
+        return CPU_PAGE_POOL_BYTES
+    usable = int(d.gpu_memory * d.gpu_memory_utilization)
+    pool = usable - weights - activations - d.overhead
+    if pool <= 0:
         raise ValueError(
             f"--gpu-memory {readable_size(d.gpu_memory)} leaves nothing for pages: "
-            f"weights take {readable_size(weights + guide_weights)}, activations "
-            f"{readable_size(activations + for_pass)} and overhead "
-            f"{readable_size(overhead)}, and vLLM uses "
+            f"weights take {readable_size(weights)}, activations "
+            f"{readable_size(activations)} and overhead "
+            f"{readable_size(d.overhead)}, and vLLM uses "
             f"{d.gpu_memory_utilization:.0%} of the memory; raise "
             f"--tensor-parallel-size or --gpu-memory, or lower --max-num-batched-tokens"
         )
-    geometry = options.geometry(config, tp)
-    page_bytes = geometry.page_bytes(dtype_bytes)
-    demand_of = partial(request_demand, d, config, geometry, page_bytes, room)
-    demand = demand_of(options)
-    if not demand.requests:
-        raise ValueError(f"cache_method={demand.cache_method!r}: {demand.limit}")
+    return pool
+
+
+def _demand_of_others(
+    d: CompleteDeployment,
+    family: ModelFamily,
+    demand_of: Callable[[EngineOptions], RequestDemand],
+) -> list[RequestDemand]:
+    """Demand under the cache methods that the options do not name."""
     others = []
     for method in methods_for(family.attention):
-        if method == options.cache_method:
+        if method == d.options.cache_method:
             continue
-        raw = options.model_dump() | {"cache_method": method, "cache_options": {}}
+        raw = d.options.model_dump() | {"cache_method": method, "cache_options": {}}
         try:
-            other = EngineOptions.parse(raw).with_paper_settings(d.model, family)
-            others.append(demand_of(other))
-        # The page_size does not suit this method, or a guide.
+            options = EngineOptions.parse(raw).with_paper_settings(d.model, family)
+            others.append(demand_of(options))
         except ValueError as error:
+            # The page_size does not suit this method, or a guide.
             others.append(RequestDemand(method, {}, limit=str(error)))
+    return others
+
+
+def _notes(d: Deployment, config: Any) -> list[str]:
     notes = []
     if getattr(config, "quantization_config", None) and Quantization.of(config) is None:
         notes.append(
@@ -241,41 +294,25 @@ def plan(d: Deployment) -> Sizing:
             f"serve a copy of {d.model} with such weights; docs/quantization.md says "
             f"where from"
         )
-    return Sizing(
-        **vars(d),
-        weight_bytes=weights,
-        guide_weight_bytes=guide_weights,
-        activation_bytes=activations + for_pass,
-        pool_bytes=room - for_pass,
-        page_bytes=page_bytes,
-        num_pages=pages_of_pool(room - for_pass, page_bytes),
-        demand=demand,
-        others=others,
-        notes=notes,
-    )
+    return notes
 
 
 def request_demand(
-    d: Deployment,
-    config: Any,
-    geometry: PoolGeometry,
-    page_bytes: int,
-    room: int,
-    options: EngineOptions,
+    d: CompleteDeployment, config: Any, room: int, options: EngineOptions
 ) -> RequestDemand:
     """A request of a deployment under ``options``. ``room``: bytes for pages, and for
     what a pass holds.
     """
-    assert d.max_model_len is not None
     method = options.method
+    geometry = options.geometry(config, d.tensor_parallel_size)
+    page_bytes = geometry.page_bytes(_DTYPES[d.dtype][1])
     section = checkpoint_section(config)
     defaults = {name: section[name] for name in section if name == "block_length"}
     length_options = {"block_length": d.block_length} if d.block_length else {}
     with_defaults = options.model_copy(update={"request_defaults": defaults})
     params = planned_params(d.response, length_options)
     spec = resolve_decoding(params, d.prompt, config, with_defaults)
-    for_pass = method.cost.num_bytes(d.max_num_batched_tokens, d.max_model_len)
-    num_pages = pages_of_pool(room - for_pass, page_bytes)
+    num_pages = pages_of_pool(room - _pass_bytes(d, options), page_bytes)
     page_demand = PageDemand(method, geometry, options.share_prompts)
     pages = page_demand.most(spec)
     longest = page_demand.longest(
