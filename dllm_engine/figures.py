@@ -89,8 +89,8 @@ class DiffusionFigures:
         """Per forward pass, the indices of the returned tokens that it committed."""
         numbers = range(1, max(self.committed_at, default=0) + 1)
         return [
-            [i for i, number in enumerate(self.committed_at) if number == each]
-            for each in numbers
+            [i for i, number in enumerate(self.committed_at) if number == step]
+            for step in numbers
         ]
 
     refresh_states = _traced("refresh_states")

@@ -465,8 +465,8 @@ def _with_tokens(prompt: Any, tokens: list[int]) -> Any:
     """
     if isinstance(prompt, list) or not tokens:
         return prompt
-    given = {"prompt": prompt} if isinstance(prompt, str) else prompt
-    return {**given, "prompt_token_ids": tokens}
+    parts = {"prompt": prompt} if isinstance(prompt, str) else prompt
+    return {**parts, "prompt_token_ids": tokens}
 
 
 _ARGUMENTS = inspect.signature(LLM.__init__).parameters

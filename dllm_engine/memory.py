@@ -314,20 +314,20 @@ def request_demand(
     spec = resolve_decoding(params, d.prompt, config, with_defaults)
     num_pages = pages_of_pool(room - _pass_bytes(d, options), page_bytes)
     page_demand = PageDemand(method, geometry, options.share_prompts)
-    pages = page_demand.most(spec)
-    longest = page_demand.longest(
+    pages = page_demand.peak(spec)
+    upper_bound = page_demand.upper_bound(
         options.cache, config.family.longest_canvas(d.max_model_len)
     )
     requests = d.max_num_seqs
     limit = "max_num_seqs"
-    if longest > num_pages:
+    if upper_bound > num_pages:
         requests = 0
         more = "--gpu-memory or --tensor-parallel-size"
         if d.gpu_memory is None:
             more = "--kv-cache-memory-bytes of the server"
         limit = (
             f"the pool's {num_pages} pages cannot hold one request of "
-            f"max_model_len={d.max_model_len}, which may need {longest}; lower "
+            f"max_model_len={d.max_model_len}, which may need {upper_bound}; lower "
             f"--prompt, --response or --max-model-len, retain less, or raise {more}"
         )
     elif pages and num_pages // pages < d.max_num_seqs:

@@ -173,7 +173,7 @@ class DiffusionParams(_Fields):
         if isinstance(self.gen_length, int):
             left_out.add("max_tokens")
         lengths = ("gen_length", "max_tokens")
-        given = [
+        fields = [
             f"{name}={value!r}"
             for name in dict.fromkeys(
                 (*lengths, *_OWN_OPTIONS, *SamplingParams.__struct_fields__)
@@ -183,8 +183,8 @@ class DiffusionParams(_Fields):
             and (value := getattr(self, name)) != getattr(blank, name)
         ]
         if others := self._others():
-            given.append(f"extra_args={others!r}")
-        return f"DiffusionParams({', '.join(given)})"
+            fields.append(f"extra_args={others!r}")
+        return f"DiffusionParams({', '.join(fields)})"
 
     def to_sampling_params(self) -> SamplingParams:
         """The parameters as vLLM's class. Its wire format omits default values, so the

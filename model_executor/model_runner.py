@@ -205,7 +205,7 @@ class DiffusionModelRunner:
             dtype=self.model_config.dtype,
             pages_per_request=max(
                 1,
-                demand.longest(self.options.cache, longest),
+                demand.upper_bound(self.options.cache, longest),
             ),
         )
         return {POOL_LAYER: spec}

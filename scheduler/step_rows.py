@@ -87,9 +87,9 @@ class StepRows:
         """
         others = self._others(source)
         least = int(_LEAST * self.max_rows)
-        most = max(others, least) * num_steps if others else self.max_rows
+        share = max(others, least) * num_steps if others else self.max_rows
         is_first = not self._taken[source]
-        return rows <= self.left and (is_first or self._taken[source] + rows <= most)
+        return rows <= self.left and (is_first or self._taken[source] + rows <= share)
 
     def may_begin(self, source: str, rows: int) -> bool:
         """Return True if a sequence of a source may begin with ``rows`` rows."""

@@ -38,7 +38,7 @@ class PageDemand:
     def num_held(self, spec: DecodingSpec, running: Blocks) -> int:
         return sum(map(sum, self.held(spec, running).values()))
 
-    def most(self, spec: DecodingSpec) -> int:
+    def peak(self, spec: DecodingSpec) -> int:
         """The most pages a request holds at any time of its life."""
         # A request that leaves out blocks behind the window holds fewer pages.
         spec = replace(spec, layout=replace(spec.layout, suffix_blocks=None))
@@ -49,11 +49,11 @@ class PageDemand:
         request can need. A method that keeps tokens for good reserves only enough to
         keep the running blocks too, unless the request must never lose its pages."""
         if not self.method.keeps_for_good or spec.cache.keeps_running_block:
-            return self.most(spec)
+            return self.peak(spec)
         following = min(running.stop, spec.layout.num_blocks - 1)
         return self.num_held(spec, Blocks(following, following + 1))
 
-    def longest(self, options: CacheOptions, canvas_length: int) -> int:
+    def upper_bound(self, options: CacheOptions, canvas_length: int) -> int:
         """The most pages that any request of at most ``canvas_length`` can need.
 
         Demand grows with the canvas, and changes evenly with the length of the prompt
@@ -83,7 +83,7 @@ class PageDemand:
                 cache=options.largest,
                 num_sharable=sharable,
             )
-            return self.most(spec)
+            return self.peak(spec)
 
         longest = max(canvas_length - 1, 1)
         return max(demand(1, 1), demand(longest, 1), demand(longest, longest))

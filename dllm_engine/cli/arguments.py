@@ -204,9 +204,9 @@ def parse_method(text: str) -> list[tuple[str, dict[str, Any]]]:
     """Parse a cache method and its options: ``sparse``,
     ``sparse:retention_ratio=0.25+pool_kernel_size=1``. Several values,
     ``sparse:retention_ratio=0.25:0.5``, give one method for each combination."""
-    method, _, given = text.partition(":")
+    method, _, options_text = text.partition(":")
     chosen = []
-    for option in filter(None, given.split("+")):
+    for option in filter(None, options_text.split("+")):
         name, equals, values = option.partition("=")
         if not name or not equals:
             raise ValueError(

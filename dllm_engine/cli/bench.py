@@ -22,7 +22,7 @@ from dllm_engine.cli.arguments import (
     positive_ints,
     whole_number,
 )
-from dllm_engine.cli.engine import given, load
+from dllm_engine.cli.engine import chosen_arguments, load
 from dllm_engine.cli.evaluate import (
     add_comparison_arguments,
     combinations,
@@ -107,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     preset = QUICK if args.quick else DEFAULTS
-    vars(args).update(preset | given(args, preset))
+    vars(args).update(preset | chosen_arguments(args, preset))
     workloads: list[Workload] = [
         Workload(f"{batch} × {prompt}", batch, prompt, args.repeats, args.seed)
         for prompt, batch in itertools.product(args.prompt, args.batch)
@@ -177,12 +177,13 @@ def with_and_without_sharing(
     by_blocks = load_config(args.model).family.attention_block is not None
     shares = {"share_prompts": True} if not by_blocks else {}
     without = {"share_prompts": False, "anchor_tokens": 0}
-    made = []
-    for each in combined:
-        method = CACHE_METHODS[each.engine["cache_method"]]
-        plain = each.engine | without | {"enable_prefix_caching": False}
-        made.append(replace(each, engine=plain))
+    rows = []
+    for combination in combined:
+        method = CACHE_METHODS[combination.engine["cache_method"]]
+        plain = combination.engine | without | {"enable_prefix_caching": False}
+        rows.append(replace(combination, engine=plain))
         if method.keeps_for_good if by_blocks else method.shares_prompts:
-            label = f"{each.method} shared"
-            made.append(replace(each, method=label, engine=each.engine | shares))
-    return made
+            label = f"{combination.method} shared"
+            engine = combination.engine | shares
+            rows.append(replace(combination, method=label, engine=engine))
+    return rows

@@ -217,7 +217,7 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+def chosen_arguments(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
     """The values of those arguments in ``names`` that are set."""
     return {
         name: value
@@ -240,7 +240,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The engine options among the arguments, checked."""
     options = {
         "cache_options": dict(getattr(args, "cache_option", ())),
-        **given(args, EngineOptions.model_fields),
+        **chosen_arguments(args, EngineOptions.model_fields),
     }
     check_named_files(EngineOptions.parse(options))
     return options
@@ -252,7 +252,7 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
     so that its errors are raised here instead of being logged."""
     arguments = {
         "model": args.model,
-        **given(args, ENGINE),
+        **chosen_arguments(args, ENGINE),
         **engine_options(args),
         **dict(args.engine_arg),
     }
@@ -267,7 +267,7 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
 
 def start_engine(args: argparse.Namespace) -> "tuple[LLM, DiffusionParams]":
     """Start the engine; returns it with the decoding parameters of ``args``."""
-    parse_request_options(given(args, RequestOptions.model_fields))
+    parse_request_options(chosen_arguments(args, RequestOptions.model_fields))
     be_quiet()
     with progress_line("Importing vLLM"):
         arguments = prepare(args)
@@ -275,11 +275,11 @@ def start_engine(args: argparse.Namespace) -> "tuple[LLM, DiffusionParams]":
 
         from dllm_engine.params import DiffusionParams
 
-        structure = given(args, STRUCTURE)
+        structure = chosen_arguments(args, STRUCTURE)
         structured_outputs = StructuredOutputsParams(**structure) if structure else None
         params = DiffusionParams(
             structured_outputs=structured_outputs,
-            **with_limit(given(args, DECODING)),
+            **with_limit(chosen_arguments(args, DECODING)),
         )
     return load(arguments), params
 

@@ -28,7 +28,7 @@ from dllm_engine.cli.engine import (
     DECODING,
     add_decoding_arguments,
     add_engine_arguments,
-    given,
+    chosen_arguments,
     load,
     prepare,
     with_limit,
@@ -256,7 +256,7 @@ def tasks_of(args: argparse.Namespace) -> list[Task]:
         tasks = [HarnessTask(name) for name in args.lm_eval.split(",")]
     else:
         tasks = tasks_of_papers(args.model, args.paper_task.split(","), args.paper)
-    settings = given(args, (field.name for field in fields(HarnessTask)))
+    settings = chosen_arguments(args, (field.name for field in fields(HarnessTask)))
     return [
         replace(
             task,
@@ -287,7 +287,7 @@ def combinations(args: argparse.Namespace, batch: int | None) -> list[Combinatio
     methods = split_names(args.methods or "none")
     if methods == ["all"]:
         methods = methods_for(load_config(args.model).family.attention)
-    made = []
+    combined = []
     for method, options in (
         chosen for text in methods for chosen in parse_method(text)
     ):
@@ -299,13 +299,13 @@ def combinations(args: argparse.Namespace, batch: int | None) -> list[Combinatio
                 "guide_model": guide,
             }
             EngineOptions.parse(method_arguments)
-            decoding = with_limit(given(args, DECODING) | decoding)
+            decoding = with_limit(chosen_arguments(args, DECODING) | decoding)
             DiffusionParams(**decoding)
             engine = shared | method_arguments | dict(args.engine_arg)
-            made.append(
+            combined.append(
                 Combination(method_text(method, options), rule, engine, decoding)
             )
-    return made
+    return combined
 
 
 def subject_of(args: argparse.Namespace) -> dict[str, Any]:

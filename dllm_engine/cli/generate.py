@@ -52,9 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="give prompts to the model as they are, no chat template",
     )
-    given = parser.add_mutually_exclusive_group()
+    place = parser.add_mutually_exclusive_group()
     add_value(
-        given,
+        place,
         "--suffix",
         str,
         "TEXT",
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the answer, with a hole of N tokens where it says [[N]], and of as many as "
         'belong there where it says [[]]: "Ida=[[2]], Tom=48"'
     )
-    add_value(given, "--template", str, "TEXT", template)
+    add_value(place, "--template", str, "TEXT", template)
     parser.add_argument(
         "--figures",
         action="store_true",

@@ -16,8 +16,8 @@ from dllm_engine.cli.engine import (
     add_cache_arguments,
     add_model,
     add_model_arguments,
+    chosen_arguments,
     engine_options,
-    given,
 )
 from dllm_engine.memory import Deployment, RequestDemand, Sizing, plan
 from dllm_engine.model_name import own_name
@@ -51,7 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    settings = given(args, Deployment.model_fields) | {"options": engine_options(args)}
+    settings = chosen_arguments(args, Deployment.model_fields) | {
+        "options": engine_options(args)
+    }
     try:
         deployment = Deployment(**settings)
     except ValidationError as error:
@@ -164,7 +166,7 @@ def serve_command(s: Sizing, args: argparse.Namespace) -> list[str]:
         "cache_options": dict(args.cache_option),
         **{name: getattr(s, name) for name in sizes},
     }
-    options |= given(
+    options |= chosen_arguments(
         args,
         ("tensor_parallel_size", "dtype", "page_size", "block_length", *GUIDE_SETTINGS),
     )

@@ -26,7 +26,7 @@ from dllm_engine.cli.engine import (
     add_cache_arguments,
     add_denoising_arguments,
     add_model,
-    given,
+    chosen_arguments,
     json_object,
 )
 from dllm_engine.demo import DEMO_MODELS, model_path
@@ -149,10 +149,10 @@ def merged_config(args: argparse.Namespace) -> dict[str, Any]:
         options = {
             name: value for name, value in options.items() if name != "cache_options"
         }
-    stated = given(args, EngineOptions.model_fields)
+    stated = chosen_arguments(args, EngineOptions.model_fields)
     for name, value in {
         "cache_options": dict(args.cache_option),
-        "request_defaults": given(args, DENOISING),
+        "request_defaults": chosen_arguments(args, DENOISING),
     }.items():
         if value:
             before = options.get(name)

@@ -24,7 +24,7 @@ from dllm_engine.cli.engine import (
     ENGINE,
     add_engine_arguments,
     add_model,
-    given,
+    chosen_arguments,
     load,
     prepare,
 )
@@ -108,7 +108,10 @@ def run(args: argparse.Namespace) -> int:
         )
     engine = prepare(args) | {"max_num_seqs": args.batch}
     plot = plot_beside(args.output)
-    (tasks, *others), decoding = own_tasks_of(args), given(args, ("gen_length",))
+    (tasks, *others), decoding = (
+        own_tasks_of(args),
+        chosen_arguments(args, ("gen_length",)),
+    )
     if others:
         raise ValueError(
             f"settings are compared on one file or demo task; leave out "
@@ -172,7 +175,7 @@ def _finish(
         100 * figures[name] for name in ("loss", "loss_lowest", "loss_highest")
     )
     arguments = (
-        given(args, (*ENGINE, *EngineOptions.model_fields))
+        chosen_arguments(args, (*ENGINE, *EngineOptions.model_fields))
         | dict(args.engine_arg)
         | setting.engine
     )

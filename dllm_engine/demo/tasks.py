@@ -151,11 +151,11 @@ def filler_sentences(rng: random.Random, core: str, fraction: float) -> list[str
     of them and ``core``.
     """
     sentences: list[str] = []
-    made = 0
-    while made < _length(core) * fraction / (1.0 - fraction):
+    length = 0
+    while length < _length(core) * fraction / (1.0 - fraction):
         quality, other = rng.sample(QUALITIES, 2)
         sentences.append(f"The {quality} {rng.choice(THINGS)} is {other}.")
-        made += _length(sentences[-1])
+        length += _length(sentences[-1])
     return sentences
 
 

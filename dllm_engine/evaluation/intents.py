@@ -19,7 +19,7 @@ def read_intents(task: str) -> list[LabelledQuestion]:
     """The questions of a task. Raises ``ValueError`` if the package is not installed."""
     try:
         path = Path(str(distribution(_PACKAGE).locate_file(_FILE)))
-        given = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (PackageNotFoundError, FileNotFoundError):
         raise ValueError(
             f"{task}: its questions are in the package {_PACKAGE} 0.5.0; install it "
@@ -27,9 +27,9 @@ def read_intents(task: str) -> list[LabelledQuestion]:
         ) from None
     locale = INTENTS[task]
     labelled = []
-    for item in given["items"]:
-        options = tuple(Option(each) for each in item["candidates"])
-        question = Question("choice", given["instructions"], options)
+    for item in content["items"]:
+        options = tuple(Option(label) for label in item["candidates"])
+        question = Question("choice", content["instructions"], options)
         answer = item["candidates"].index(item["gold"])
         for name, utterance in item["utt"].items():
             if locale in (name, None):

@@ -46,10 +46,10 @@ def read_labelled(path: Path) -> list[LabelledQuestion]:
     labelled = []
     for line in read_input(path):
         try:
-            given = json.loads(line.text)
-            question = read_question(given[KEY], [KEY])
-            answer = _index_of(given["answer"], question)
-            messages = read_messages(given["input"])
+            fields = json.loads(line.text)
+            question = read_question(fields[KEY], [KEY])
+            answer = _index_of(fields["answer"], question)
+            messages = read_messages(fields["input"])
         except QuestionError as error:
             reason = f"{error.path}: {error.message}"
             raise ValueError(f"{path}: line {line.index + 1}: {reason}") from None

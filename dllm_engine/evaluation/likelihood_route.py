@@ -102,12 +102,12 @@ def _check(
                 f"({len(answer)}) need a canvas of {length}, max_model_len is {limit}; "
                 f"shorten one or raise max_model_len"
             )
-        most = (
+        num_masks = (
             min(2 ** len(answer) - 1, request.num_samples)
             if request.masks is None
             else len(request.masks)
         )
-        num_rows += most * length
+        num_rows += num_masks * length
     shortest = min(map(len, answers))
     for number, mask in enumerate(request.masks or ()):
         if max(mask, default=0) >= shortest or len(set(mask)) < len(mask):

@@ -192,15 +192,15 @@ class DiffusionLM(TemplateLM):
         stop = [] if self.settings.escape_until else [text for text in until if text]
         options.pop("do_sample")
         gen_length = options.pop("max_gen_toks")
-        given = {
+        stated = {
             name: options.pop(name) for name in DECODING_OPTIONS if name in options
         }
         diffusion = {
-            name: value for name, value in given.items() if name not in _TASK_OPTIONS
+            name: value for name, value in stated.items() if name not in _TASK_OPTIONS
         }
         params = (
             ({"gen_length": gen_length} if named else {})
-            | given
+            | stated
             | self.decoding
             | diffusion
         )

@@ -47,7 +47,7 @@ def resolve_decision(
     facts = own.facts()
     named = {
         name: value
-        for name, value in own.given.items()
+        for name, value in own.chosen.items()
         if not facts[name].in_decisions and value != facts[name].off
     }
     for name, unused in _UNUSED.items():

@@ -73,7 +73,7 @@ def options_with_defaults(
     the request's policy are left out; without a policy, with the policies that suit its
     other options.
     """
-    options = parse_request_options(with_defaults(own.given, defaults))
+    options = parse_request_options(with_defaults(own.chosen, defaults))
     policies = [
         policy
         for policy in UNMASKING_POLICIES.values()
@@ -87,12 +87,12 @@ def options_with_defaults(
         ]
     left_out = {
         name
-        for name in options.given
+        for name in options.chosen
         if not any(_goes_with(name, policy) for policy in policies)
     }
     if options.unmasking not in [policy.name for policy in policies]:
         left_out.add("unmasking")
-    return options.model_copy(update=dict.fromkeys(left_out - own.given.keys()))
+    return options.model_copy(update=dict.fromkeys(left_out - own.chosen.keys()))
 
 
 def _goes_with(name: str, policy: UnmaskingPolicy) -> bool:

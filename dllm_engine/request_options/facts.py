@@ -84,7 +84,7 @@ class OptionGroup(Options):
         return {name: _facts_of(field) for name, field in cls.model_fields.items()}
 
     @property
-    def given(self) -> dict[str, Any]:
+    def chosen(self) -> dict[str, Any]:
         """The options that the request sets."""
         values = vars(self)
         named = self.model_fields_set
@@ -98,7 +98,7 @@ class OptionGroup(Options):
         """The set options among ``names``, by their names without ``prefix``."""
         return {
             name.removeprefix(prefix): value
-            for name, value in self.given.items()
+            for name, value in self.chosen.items()
             if name in names
         }
 
@@ -108,7 +108,7 @@ class OptionGroup(Options):
         facts = self.facts()
         return {
             name: value
-            for name, value in self.given.items()
+            for name, value in self.chosen.items()
             if value != facts[name].off
         }
 

@@ -61,9 +61,9 @@ for _name in PARALLEL_OPTIONS:
 
 def check_exclusions(options: RequestOptions) -> None:
     """Refuse combinations of options that no model supports."""
-    given = options.given
-    rules = {name: value for name, value in given.items() if name in PARALLEL_OPTIONS}
-    counts = {name: value for name, value in given.items() if name in COUNT_OPTIONS}
+    chosen = options.chosen
+    rules = {name: value for name, value in chosen.items() if name in PARALLEL_OPTIONS}
+    counts = {name: value for name, value in chosen.items() if name in COUNT_OPTIONS}
     if len(rules) > 1:
         raise refused(
             f"{_joined(rules)}: a step unmasks by one rule; give one of "
@@ -75,9 +75,9 @@ def check_exclusions(options: RequestOptions) -> None:
         )
     for name, value in options.effective.items():
         for other, because in FACTS[name].excludes:
-            if other in given:
+            if other in chosen:
                 raise refused(
-                    f"{name}={value} and {other}={given[other]}: {because}; leave one "
+                    f"{name}={value} and {other}={chosen[other]}: {because}; leave one "
                     f"of them unset"
                 )
 

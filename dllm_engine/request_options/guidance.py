@@ -61,7 +61,7 @@ def resolve_guidance(
     if request.engine.guide_model is None:
         return None
     if options.guided is False:
-        if named := ", ".join(name for name in GUIDE_SETTINGS if name in own.given):
+        if named := ", ".join(name for name in GUIDE_SETTINGS if name in own.chosen):
             raise refused(
                 f"guided=False and {named} contradict each other; leave one unset"
             )

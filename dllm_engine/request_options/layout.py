@@ -69,10 +69,10 @@ class LengthRule:
     threshold: float = 0.5
     growth: float = 2.0
 
-    def next_length(self, length: int, most: int) -> int:
-        """The next length to try after ``length``, at most ``most``."""
+    def next_length(self, length: int, limit: int) -> int:
+        """The next length to try after ``length``, at most ``limit``."""
         grown = -(-int(length * self.growth) // _GRID) * _GRID
-        return min(max(length + _GRID, grown), most)
+        return min(max(length + _GRID, grown), limit)
 
 
 def length_rule(

@@ -146,7 +146,7 @@ def check_room(
         )
     if (
         num_pages is not None
-        and (demand := PageDemand(engine.method, geometry).most(spec)) > num_pages
+        and (demand := PageDemand(engine.method, geometry).peak(spec)) > num_pages
     ):
         retain_less = (
             "lower retention_ratio, " if engine.retention_ratio is not None else ""

@@ -49,11 +49,11 @@ def request_options(params: "SamplingParams") -> RequestOptions:
     """The options in a request's ``extra_args``. Raises ``InvalidRequestError`` naming
     wrong options and the reason.
     """
-    given = params.extra_args or {}
+    extra_args = params.extra_args or {}
     carried = {name for name in _CARRIED if bytes_in(params, name) is not None}
-    carried |= {name for name in _TRANSFERS if given.get(name) == {}}
+    carried |= {name for name in _TRANSFERS if extra_args.get(name) == {}}
     return parse_request_options(
-        {name: x for name, x in given.items() if name not in carried}
+        {name: x for name, x in extra_args.items() if name not in carried}
     )
 
 
@@ -61,8 +61,8 @@ def bytes_in(params: "SamplingParams", name: str) -> bytes | None:
     """Bytes of a request under ``CONSTRAINT`` or another key above; None: there are
     none.
     """
-    given = (params.extra_args or {}).get(name)
-    return given if isinstance(given, bytes) else None
+    value = (params.extra_args or {}).get(name)
+    return value if isinstance(value, bytes) else None
 
 
 def parse_request_options(

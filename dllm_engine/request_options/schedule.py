@@ -116,9 +116,9 @@ def _steps(
     if own.steps is None:
         return max(min(steps, positions), layout.num_blocks)
     if takes_back:
-        if steps > (most := _MOST_STEPS_PER_TOKEN * positions):
+        if steps > (limit := _MOST_STEPS_PER_TOKEN * positions):
             raise refused(
-                f"steps={steps} is out of range: it must be 1 … {most}, "
+                f"steps={steps} is out of range: it must be 1 … {limit}, "
                 f"{_MOST_STEPS_PER_TOKEN} for each token"
             )
     elif steps > positions:

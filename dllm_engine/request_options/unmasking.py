@@ -159,8 +159,8 @@ class UnmaskingOptions(_RuleFields):
     @property
     def rules(self) -> dict[str, Any]:
         """Rules of parallel unmasking that the request sets, with their values."""
-        given = self.given
-        return {name: given[name] for name in PARALLEL_OPTIONS if name in given}
+        chosen = self.chosen
+        return {name: chosen[name] for name in PARALLEL_OPTIONS if name in chosen}
 
 
 def resolve_unmasking(
@@ -220,11 +220,11 @@ def _suited(
         declared = PARALLEL_RULES[rule.kind]
         suited = [*filter(declared.suits, policies)]
     elif options.certainty_sigma is not None:
-        suited = [each for each in policies if each.measures in WEIGHTED_MEASURES]
+        suited = [other for other in policies if other.measures in WEIGHTED_MEASURES]
     if options.unmasking is None and policy not in suited:
         # Choose a policy that measures before or after temperature and filters like the
         # family's default.
-        return max(suited, key=lambda each: each.tempered == policy.tempered), rule
+        return max(suited, key=lambda other: other.tempered == policy.tempered), rule
     if rule is None or policy in suited:
         return policy, rule
     if declared.else_counted:
@@ -234,7 +234,7 @@ def _suited(
     raise refused(
         f"{name}={value} goes by {plain}{declared.measures}, which "
         f"unmasking={policy.name!r} does not measure; leave unmasking unset or choose "
-        f"{' or '.join(each.name for each in suited)}"
+        f"{' or '.join(other.name for other in suited)}"
     )
 
 
@@ -247,9 +247,9 @@ def _check_needs(options: OptionGroup, policy: UnmaskingPolicy) -> None:
         need = facts[name].needs_measure
         if need is not None and policy.measures not in need.measures:
             suited = [
-                each.name
-                for each in UNMASKING_POLICIES.values()
-                if each.measures in need.measures
+                other.name
+                for other in UNMASKING_POLICIES.values()
+                if other.measures in need.measures
             ]
             raise refused(
                 f"{name}={value} {need.use}, which unmasking={policy.name!r} does not "

@@ -124,10 +124,10 @@ def build(wanted: BuildInput) -> Automaton:
             f"its automaton takes too much to build ({type(error).__name__})"
         ) from None
     transitions = np.count_nonzero(automaton.next_state >= 0)
-    if transitions > (most := wanted.max_search // LEAST_POSITIONS):
+    if transitions > (limit := wanted.max_search // LEAST_POSITIONS):
         raise ValueError(
             f"its automaton has {transitions} transitions, but "
-            f"max_automaton_search={wanted.max_search} allows {most}; simplify it, "
+            f"max_automaton_search={wanted.max_search} allows {limit}; simplify it, "
             f"for example by shorter repetitions, or raise max_automaton_search"
         )
     return automaton

@@ -111,14 +111,14 @@ def _bytes(in_set: bytes, lead: int, count: int) -> list[Expression]:
 class _Rests:
     """Rests of the texts of an expression: the states of a nondeterministic automaton."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
         self.rests: list[tuple[bytes | None, list[int]]] = [(None, [])]
         """For each rest, the set of bytes that it may begin with (None if it reads no
         byte), and the rests that may follow. Rest 0 is the end."""
 
     def new(self, following: list[int], first: bytes | None = None) -> int:
-        if len(self.rests) >= self.most:
+        if len(self.rests) >= self.limit:
             raise TooManyStatesError
         self.rests.append((first, following))
         return len(self.rests) - 1
@@ -136,16 +136,19 @@ class _Rests:
                 return behind
             case Either(branches):
                 return self.new([self.before(branch, behind) for branch in branches])
-            case Repeated(item, least, most, separator):
+            case Repeated(item, minimum, maximum, separator):
                 loop = self.new([behind])  # loops back for any number of items
-                after, count = (loop, max(least, 1)) if most is None else (behind, most)
+                if maximum is None:
+                    after, count = loop, max(minimum, 1)
+                else:
+                    after, count = behind, maximum
                 for done in reversed(range(count)):
                     begun = self.before(item, after)
                     separated = self.before(separator, begun)
                     if after == loop:
                         self.rests[loop][1].append(separated)
                     after = self.new(
-                        [separated if done else begun] + [behind] * (done >= least)
+                        [separated if done else begun] + [behind] * (done >= minimum)
                     )
                 return after
             case Listed(items, separator):
@@ -163,12 +166,12 @@ class _Rests:
         """
         seen = {number}
         numbers = [number]
-        for each in numbers:  # the list grows in the loop
-            first, following = self.rests[each]
+        for number in numbers:  # the list grows in the loop
+            first, following = self.rests[number]
             fresh = [] if first else [rest for rest in following if rest not in seen]
             seen.update(fresh)
             numbers += fresh
-        return frozenset(each for each in seen if not each or self.rests[each][0])
+        return frozenset(rest for rest in seen if not rest or self.rests[rest][0])
 
 
 def byte_automaton(expression: Expression, max_states: int) -> Automaton:

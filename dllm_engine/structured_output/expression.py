@@ -26,13 +26,13 @@ class Either:
 
 @dataclass(frozen=True)
 class Repeated:
-    """An item repeated ``least`` to ``most`` times (None: no upper bound), with
+    """An item repeated ``minimum`` to ``maximum`` times (None: no upper bound), with
     separators.
     """
 
     item: "Expression"
-    least: int
-    most: int | None
+    minimum: int
+    maximum: int | None
     separator: "Expression" = ()
 
 

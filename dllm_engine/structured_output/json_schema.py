@@ -230,10 +230,10 @@ class _Reader:
         return self.style.object(read, required)
 
     def _array(self, schema: dict[str, Any], path: str) -> Expression:
-        least = schema.get("minItems", 0)
-        most = schema.get("maxItems")
+        minimum = schema.get("minItems", 0)
+        maximum = schema.get("maxItems")
         if items := schema.get("prefixItems"):
-            if least > len(items) or (most is not None and most < len(items)):
+            if minimum > len(items) or (maximum is not None and maximum < len(items)):
                 raise ValueError(
                     f"{path}/prefixItems: only arrays of exactly its {len(items)} "
                     f"items are supported"
@@ -246,10 +246,10 @@ class _Reader:
             )
         item = (
             EMPTY
-            if most == 0
+            if maximum == 0
             else self.read(schema.get("items", True), f"{path}/items")
         )
-        return self.style.array(item, least, most)
+        return self.style.array(item, minimum, maximum)
 
     def _string(self, schema: dict[str, Any], path: str) -> Expression:
         keywords = [

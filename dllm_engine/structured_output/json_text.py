@@ -67,8 +67,8 @@ def in_string(expression: Expression) -> Expression:
             return tuple(map(in_string, expression))
         case Either(branches):
             return Either(list(map(in_string, branches)))
-        case Repeated(item, least, most):
-            return Repeated(in_string(item), least, most)
+        case Repeated(item, minimum, maximum):
+            return Repeated(in_string(item), minimum, maximum)
     raise TypeError(expression)
 
 
@@ -94,9 +94,13 @@ class Style:
         )
 
     def array(
-        self, item: Expression, least: int = 0, most: int | None = None
+        self, item: Expression, minimum: int = 0, maximum: int | None = None
     ) -> Expression:
-        return (literal("["), Repeated(item, least, most, self.mark(",")), literal("]"))
+        return (
+            literal("["),
+            Repeated(item, minimum, maximum, self.mark(",")),
+            literal("]"),
+        )
 
     def tuple(self, items: list[Expression]) -> Expression:
         return (

@@ -97,13 +97,14 @@ def _node(
             )
             read = _matched(node, flags)
         case "MAX_REPEAT" | "MIN_REPEAT":
-            least, most, item = argument
+            minimum, maximum, item = argument
             # An anchor is at an end of the text only if the item occurs at most once.
             edges = [
-                EMPTY if most == 1 and edge == EMPTY else None for edge in (left, right)
+                EMPTY if maximum == 1 and edge == EMPTY else None
+                for edge in (left, right)
             ]
-            most = None if most is _constants.MAXREPEAT else most
-            read = Repeated(_read(item, flags, *edges), least, most)
+            maximum = None if maximum is _constants.MAXREPEAT else maximum
+            read = Repeated(_read(item, flags, *edges), minimum, maximum)
         case "AT" if argument in (_constants.AT_BOUNDARY, _constants.AT_NON_BOUNDARY):
             raise NotImplementedError("\\b or \\B")
         case _:

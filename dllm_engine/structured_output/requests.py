@@ -135,7 +135,7 @@ def has_grammar(params: Any) -> bool:
         getattr(params, name, None)
         for name in ("structured_outputs", "thinking_token_budget")
     )
-    return any(each is not None for each in fields)
+    return any(value is not None for value in fields)
 
 
 def with_arguments(params: Any, arguments: Mapping[str, Any]) -> Any:
@@ -154,8 +154,10 @@ def with_arguments(params: Any, arguments: Mapping[str, Any]) -> Any:
 
 def arguments_in(params: SamplingParams) -> ReasoningArguments:
     """The arguments that ``with_arguments`` has stored, and the budget."""
-    given = (params.extra_args or {}).get(REASONING)
-    arguments = given if isinstance(given, ReasoningArguments) else ReasoningArguments()
+    stored = (params.extra_args or {}).get(REASONING)
+    arguments = (
+        stored if isinstance(stored, ReasoningArguments) else ReasoningArguments()
+    )
     return arguments._replace(budget=params.thinking_token_budget)
 
 
@@ -315,16 +317,16 @@ def constrained(
         structured, arguments, prompt_token_ids, tokenizer, vllm_config
     )
     automata = {
-        name: built(build_input(each, tokenizer, vllm_config))
-        for name, each in grammars.items()
+        name: built(build_input(grammar, tokenizer, vllm_config))
+        for name, grammar in grammars.items()
     }
-    given = params.extra_args or {}
+    extra_args = params.extra_args or {}
     params = params.clone()
     params.structured_outputs = None
     params.thinking_token_budget = arguments.budget if REASONING in grammars else None
     others = {
         name: value
-        for name, value in given.items()
+        for name, value in extra_args.items()
         if not isinstance(value, ReasoningArguments)
     }
     params.extra_args = {**automata, **others}

@@ -81,14 +81,14 @@ STRICT_ENTROPY_THRESHOLD = UnmaskingRule(
 
 
 def _checked_slow_fast(value: Any) -> Any:
-    given = parsed_json(value)
+    options = parsed_json(value)
     try:
-        SlowFast.model_validate({} if given is None else given)
+        SlowFast.model_validate({} if options is None else options)
     except ValidationError as error:
         raise ValueError(
             explain(error, "slow_fast option", SlowFast.model_fields)
         ) from None
-    return given
+    return options
 
 
 SLOW_FAST = UnmaskingRule(

@@ -111,12 +111,12 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
             name: stated[name] for name in USED_DEFAULTS if stated.get(name) is not None
         }
         defaults["max_new_tokens"] = DefaultLength(defaults["max_new_tokens"])
-        given = checked_defaults(model_config.override_generation_config or {})
+        overrides = checked_defaults(model_config.override_generation_config or {})
         if not hasattr(model_config, "dllm_response_limit"):
-            model_config.dllm_response_limit = given.get("max_new_tokens")
+            model_config.dllm_response_limit = overrides.get("max_new_tokens")
             if model_config.dllm_response_limit is not None:
-                given["max_new_tokens"] = ResponseLimit(given["max_new_tokens"])
-        model_config.override_generation_config = defaults | given
+                overrides["max_new_tokens"] = ResponseLimit(overrides["max_new_tokens"])
+        model_config.override_generation_config = defaults | overrides
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
@@ -320,14 +320,14 @@ def _resolve_engine_options(vllm_config: VllmConfig) -> EngineOptions:
     for name, rule in PARALLEL_RULES.items():
         PARALLEL_RULES.function(name, rule.selects)
     page_demand = PageDemand(options.method, geometry, options.share_prompts)
-    num_pages = page_demand.longest(
+    num_pages = page_demand.upper_bound(
         options.cache, family.longest_canvas(model_config.max_model_len)
     )
-    given = vllm_config.cache_config.kv_cache_memory_bytes
+    reserved = vllm_config.cache_config.kv_cache_memory_bytes
     needed = num_pages * geometry.page_bytes(model_config.dtype.itemsize)
-    if given is not None and given < needed:
+    if reserved is not None and reserved < needed:
         raise ValueError(
-            f"kv_cache_memory_bytes={given} is less than the {needed} bytes of "
+            f"kv_cache_memory_bytes={reserved} is less than the {needed} bytes of "
             f"{num_pages} pages, which a request of "
             f"max_model_len={model_config.max_model_len} may need; raise it, or lower "
             f"max_model_len"

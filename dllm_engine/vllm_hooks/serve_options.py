@@ -73,19 +73,19 @@ def check_serve_options(words: Sequence[str], own_flags: Iterable[str]) -> None:
         if not options or name == option or " " in name:
             continue  # a value, or a one-letter option
         if not is_option(name, options):
-            flags = [*own_flags, *(f"--{each}" for each in options)]
+            flags = [*own_flags, *(f"--{name}" for name in options)]
             raise ValueError(
                 f"{option} is unknown{did_you_mean(option, flags)} (`dllm serve "
                 f"--help` lists this command's options, `vllm serve --help=all` those "
                 f"of vLLM)"
             )
-        given = value if equals else following
+        argument = value if equals else following
         wanted = options.get(name)
-        if not wanted or given in ("", "none", "None"):
+        if not wanted or argument in ("", "none", "None"):
             continue
         if wanted == _A_NUMBER:
-            fits = bool(_NUMBER.search(given or ""))
+            fits = bool(_NUMBER.search(argument or ""))
         else:
-            fits = given in wanted.split(", ")
+            fits = argument in wanted.split(", ")
         if not fits:
-            raise ValueError(f"{option} takes {wanted}, not {given!r}")
+            raise ValueError(f"{option} takes {wanted}, not {argument!r}")

@@ -182,11 +182,13 @@ class FieldChances:
                 at = state, field_lattice.arcs[state].positions
                 self.best[at] = np.maximum(self.best[at], behind.max(axis=0))
 
-    def most_probable_texts(self, spellings: Sequence[bytes], most: int) -> list[bytes]:
-        """The most probable texts, at most ``most``. A text with many improbable
+    def most_probable_texts(
+        self, spellings: Sequence[bytes], limit: int
+    ) -> list[bytes]:
+        """The most probable texts, at most ``limit``. A text with many improbable
         spellings may be missing.
 
-        From each state, only the ``most`` beginnings with the most probable best
+        From each state, only the ``limit`` beginnings with the most probable best
         spelling go on.
 
         Args:
@@ -194,26 +196,26 @@ class FieldChances:
         """
         complete: dict[bytes, float] = {}
         for state, reached in self._beginnings(
-            spellings, partial(self.choose, most=most), most
+            spellings, partial(self.choose, limit=limit), limit
         ):
             complete |= self._complete(state, reached)
-        return sorted(complete, key=lambda text: (-complete[text], text))[:most]
+        return sorted(complete, key=lambda text: (-complete[text], text))[:limit]
 
     def choose(
-        self, state: int, reached: Beginnings, most: int
+        self, state: int, reached: Beginnings, limit: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Choose the most probable beginnings with one more arc, at most ``most``, like
+        """Choose the most probable beginnings with one more arc, at most ``limit``, like
         ``Choice``.
         """
         behind = self._best_of_arcs(state)
         used = np.arange(len(behind))
-        if len(behind) > most * behind.shape[1]:
+        if len(behind) > limit * behind.shape[1]:
             # At each position, other beginnings cannot lead to one of the best texts.
-            used = np.unique(np.argpartition(-behind, most, axis=0)[:most])
+            used = np.unique(np.argpartition(-behind, limit, axis=0)[:limit])
         chances = (
             reached.chances[:, self.lattice.arcs[state].positions] @ behind[used].T
         )
-        likeliest = _largest(chances.ravel(), most)
+        likeliest = _largest(chances.ravel(), limit)
         likeliest = likeliest[chances.flat[likeliest] > 0]
         rows, columns = np.divmod(likeliest, len(used))
         return rows, used[columns]
@@ -240,7 +242,7 @@ class FieldChances:
 
         def choose(state: int, reached: Beginnings) -> tuple[np.ndarray, np.ndarray]:
             pieces = [pieces_behind.get(text, []) for text in reached.texts]
-            rows = np.repeat(np.arange(len(pieces)), [len(each) for each in pieces])
+            rows = np.repeat(np.arange(len(pieces)), [len(row) for row in pieces])
             next_pieces = np.fromiter(chain.from_iterable(pieces), np.int64, len(rows))
             state_pieces = self.lattice.arcs[state].pieces
             arcs = np.searchsorted(state_pieces, next_pieces)
@@ -258,9 +260,9 @@ class FieldChances:
         return {text: min(complete.get(text, 0.0), 1.0) for text in texts}
 
     def _beginnings(
-        self, spellings: Sequence[bytes], choose: Choice, most: int | None = None
+        self, spellings: Sequence[bytes], choose: Choice, limit: int | None = None
     ) -> Iterator[tuple[int, Beginnings]]:
-        """Beginnings of texts by the state that they lead to. ``most``: limit per
+        """Beginnings of texts by the state that they lead to. ``limit``: number per
         state, for the most promising ones.
         """
         lattice = self.lattice
@@ -286,8 +288,8 @@ class FieldChances:
                 len(texts), width
             )
             rows_of[state], arriving[state] = {}, []
-            if most is not None and len(texts) > most:
-                best = _largest(chances @ self.best[state], most)
+            if limit is not None and len(texts) > limit:
+                best = _largest(chances @ self.best[state], limit)
                 texts = [texts[row] for row in best.tolist()]
                 chances = chances[best]
             reached = Beginnings(texts, chances)

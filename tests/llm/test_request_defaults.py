@@ -8,7 +8,7 @@ import json
 import pytest
 
 from dllm_engine.admission import resolved_params
-from dllm_engine.cli.engine import DECODING, add_decoding_arguments, given
+from dllm_engine.cli.engine import DECODING, add_decoding_arguments, chosen_arguments
 from dllm_engine.decoding.spec import Guidance
 from dllm_engine.decoding.unmasking_policies import SlowFast
 from dllm_engine.demo import DEMO_MODELS
@@ -335,4 +335,4 @@ def test_a_demo_model_is_asked_as_it_was_trained_wherever_it_is_asked(engines, m
     }
     parser = argparse.ArgumentParser()
     add_decoding_arguments(parser)
-    assert given(parser.parse_args([]), DECODING) == {}
+    assert chosen_arguments(parser.parse_args([]), DECODING) == {}

@@ -46,7 +46,7 @@ def test_a_page_that_holds_no_row_of_features_is_refused_with_the_smallest_that_
             ValueError,
             match=r"page_size=1 is too small.*16 numbers.*row of 40.* works is 3",
         ):
-            PageDemand(engine.method, small).longest(engine.cache, 64)
+            PageDemand(engine.method, small).upper_bound(engine.cache, 64)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_the_last_block_is_kept_whole_beyond_the_longest_request(method, cache_o
         total_kv_heads=1,
     )
     pages = PageDemand(engine.method, geometry)
-    longest = pages.longest(
+    longest = pages.upper_bound(
         engine.cache, replace(SDAR, default_block_length=32).longest_canvas(33)
     )
     request = spec_of(
@@ -79,9 +79,9 @@ def test_the_last_block_is_kept_whole_beyond_the_longest_request(method, cache_o
         attention_block=32,
     )
     assert request.layout.canvas_length == 64
-    assert pages.most(request) <= longest
+    assert pages.peak(request) <= longest
     keeps_last = engine.cache.keeps_running_block
-    assert pages.most(request) == geometry.num_layers * (64 if keeps_last else 32) // 4
+    assert pages.peak(request) == geometry.num_layers * (64 if keeps_last else 32) // 4
 
 
 @pytest.mark.parametrize("method", FULL_METHODS)
@@ -125,8 +125,8 @@ def test_no_request_needs_more_pages_than_the_longest_or_holds_more_than_it_need
             suffix_blocks=draw.choice([None, draw.randint(0, 5)]),
         )
         pages = PageDemand(engine.method, geometry)
-        demand = pages.most(request)
-        assert demand <= pages.longest(engine.cache, longest), seed
+        demand = pages.peak(request)
+        assert demand <= pages.upper_bound(engine.cache, longest), seed
         first = draw.randrange(request.layout.num_blocks)
         most = (
             first + 1
@@ -163,7 +163,7 @@ def test_no_window_needs_more_pages_beside_a_shared_prompt(page_size, scope):
             num_sharable=prompt_length,
             gen_length=40,
         )
-        most = pages.most(spec)
+        most = pages.peak(spec)
         for block in range(spec.layout.num_blocks):
             assert pages.num_held(spec, Blocks(block, block + 1)) <= most
 
@@ -192,4 +192,4 @@ def test_what_pages_hold_of_a_running_block_is_reserved_for_the_whole_response(
     spec = spec_of(cache=engine.cache, attention="block_causal", gen_length=40)
     pages = PageDemand(engine.method, geometry)
     reserved = pages.at_admission(spec, Blocks(0, 1))
-    assert (reserved == pages.most(spec)) == whole
+    assert (reserved == pages.peak(spec)) == whole

@@ -181,9 +181,9 @@ def _check_num_responses(fields: dict[str, Any]) -> None:
         num_responses = len(prompts)
     if isinstance(n := fields.get("n"), int) and n > 0:
         num_responses *= n
-    if num_responses > (most := envs.VLLM_MAX_COMPLETION_PROMPTS):
+    if num_responses > (limit := envs.VLLM_MAX_COMPLETION_PROMPTS):
         raise InvalidRequestError(
-            f"prompts × n are {num_responses} responses, more than the {most} that a "
+            f"prompts × n are {num_responses} responses, more than the {limit} that a "
             f"request may have; send several requests, or start the server with a "
             f"higher VLLM_MAX_COMPLETION_PROMPTS"
         )

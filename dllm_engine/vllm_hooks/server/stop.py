@@ -102,8 +102,8 @@ async def serve_and_tell(
         """Close connections that wait for a request, before vLLM looks for processes
         that use the port.
         """
-        for each in list(connections):
-            each.shutdown()
+        for open_connection in list(connections):
+            open_connection.shutdown()
 
     def propagate_death(error: Exception) -> None:
         if requests.error is None:
