@@ -4,7 +4,8 @@ can get all of them at once.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Self
 
 from vllm.logger import init_logger
 
@@ -13,6 +14,9 @@ from dllm_engine.decoding.spec import DecodingSpec
 from dllm_engine.decoding.step_plan import StepPlan, fills_fixed_count
 
 logger = init_logger(f"vllm.{__name__}")
+
+_NOT_PLANNED = "a step ahead cannot be planned; the steps before it run one by one"
+"""The step is planned again later, and then only the request with the error fails."""
 
 
 def steps_known_ahead(
@@ -34,72 +38,68 @@ def steps_known_ahead(
     last steps.
     """
     yield plans
-    max_steps = float(num_steps)
+    limits = [float(num_steps)]
     for request_id, first in plans.items():
-        request_progress = progress[request_id]
         spec = specs[request_id]
         if not _is_known_ahead(first, spec):
             return
         if not fills_fixed_count(first, spec):
-            if not may_idle or not _depends_on_no_count(
-                first, request_progress, spec, plan
-            ):
+            before = progress[request_id]
+            if not may_idle or not _depends_on_no_count(first, before, spec, plan):
                 return
             # Half of the steps that the block would take at the pace of its last step,
             # so that few of them have nothing to do.
-            max_steps = min(
-                max_steps,
-                request_progress.num_masked
-                / (2 * max(request_progress.last_unmasked, 1)),
-            )
-    ahead = {request_id: replace(progress[request_id]) for request_id in plans}
-    # Progress of requests whose steps may fill fewer positions than planned, if the
-    # steps fill none.
-    behind = {
-        i: replace(progress[i])
-        for i, first in plans.items()
-        if first.quota.may_fall_short or specs[i].ends.delay_eos
-    }
-    last_plans = plans
-    for _ in range(1, math.ceil(max_steps)):
-        for request_id, last in last_plans.items():
-            count = (
-                last.quota.count if fills_fixed_count(last, specs[request_id]) else 1
-            )
-            if count >= ahead[request_id].num_masked:
-                return
-            ahead[request_id].advance(specs[request_id], count)
-            if request_id in behind:
-                behind[request_id].advance(specs[request_id], 0)
+            limits.append(before.num_masked / (2 * max(before.last_unmasked, 1)))
+    ahead = {i: _Ahead.of(plans[i], specs[i], progress[i]) for i in plans}
+    for _ in range(1, math.ceil(min(limits))):
         try:
-            last_plans = {
-                request_id: plan(specs[request_id], p)
-                for request_id, p in ahead.items()
-            }
-            for request_id, fewest in behind.items():
-                most_filled = last_plans[request_id].quota.count
-                last_plans[request_id] = plan(specs[request_id], fewest)
-                least_filled = last_plans[request_id].quota.count
-                is_fixed = most_filled == least_filled
-                fills_all = (
-                    most_filled == ahead[request_id].num_masked
-                    and least_filled == fewest.num_masked
-                )
-                if not is_fixed and not fills_all:
-                    return
+            if not all(request.plan_next(plan) for request in ahead.values()):
+                return
         except Exception:
-            # The step is planned again later, and then only the request with the error
-            # fails.
-            logger.exception(
-                "a step ahead cannot be planned; the steps before it run one by one"
-            )
+            logger.exception(_NOT_PLANNED)
             return
-        if not all(
-            does_same_work(last_plans[request_id], first)
-            for request_id, first in plans.items()
-        ):
+        if not all(does_same_work(ahead[i].plan, first) for i, first in plans.items()):
             return
-        yield last_plans
+        yield {i: request.plan for i, request in ahead.items()}
+
+
+@dataclass
+class _Ahead:
+    """A request whose steps are planned before the steps ahead of them have run."""
+
+    spec: DecodingSpec
+    plan: StepPlan
+    """Its last planned step."""
+    progress: Progress
+    """Progress if steps fill as many positions as planned, and by a rule one."""
+    fewest: Progress | None
+    """Progress if steps fill no position; None: they fill as many as planned."""
+
+    @classmethod
+    def of(cls, plan: StepPlan, spec: DecodingSpec, progress: Progress) -> Self:
+        may_fill_none = plan.quota.may_fall_short or spec.ends.delay_eos
+        fewest = replace(progress) if may_fill_none else None
+        return cls(spec, plan, replace(progress), fewest)
+
+    def plan_next(self, plan: Callable[[DecodingSpec, Progress], StepPlan]) -> bool:
+        """Plan the next step. Returns False if the last one may finish the block, or if
+        the number of positions to fill depends on the steps before.
+        """
+        count = self.plan.quota.count if fills_fixed_count(self.plan, self.spec) else 1
+        if count >= self.progress.num_masked:
+            return False
+        self.progress.advance(self.spec, count)
+        self.plan = plan(self.spec, self.progress)
+        if self.fewest is None:
+            return True
+        count = self.plan.quota.count
+        self.fewest.advance(self.spec, 0)
+        self.plan = plan(self.spec, self.fewest)
+        fewest_count = self.plan.quota.count
+        fills_all = (
+            count == self.progress.num_masked and fewest_count == self.fewest.num_masked
+        )
+        return count == fewest_count or fills_all
 
 
 def _is_known_ahead(plan: StepPlan, spec: DecodingSpec) -> bool:
@@ -141,9 +141,7 @@ def _depends_on_no_count(
     try:
         return does_same_work(plan_next(spec, ahead), plan)
     except Exception:
-        logger.exception(
-            "a step ahead cannot be planned; the steps before it run one by one"
-        )
+        logger.exception(_NOT_PLANNED)
         return False
 
 

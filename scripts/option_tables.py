@@ -21,7 +21,7 @@ from dllm_engine.decoding.unmasking_policies import (
 )
 from dllm_engine.evaluation.paper_tasks import PAPER_TABLES, PAPERS
 from dllm_engine.families import FAMILIES, NOT_SUPPORTED
-from dllm_engine.memory import weight_bytes
+from dllm_engine.model_bytes import weight_bytes
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import AUTO, DiffusionParams
 from dllm_engine.request_options.fields import DEFAULTABLE_OPTIONS, RequestOptions

@@ -12,7 +12,7 @@ import psutil
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
-from dllm_engine.memory import weight_bytes
+from dllm_engine.model_bytes import weight_bytes
 from dllm_engine.model_executor.loading.files import FLOAT_TYPES, check_safetensors
 from dllm_engine.model_executor.models.configs import Config
 from dllm_engine.text import readable_size, shortened

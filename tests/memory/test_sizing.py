@@ -12,13 +12,8 @@ from dllm_engine.cache_methods import methods_for
 from dllm_engine.checkpoints import RELEASED_CONFIGS, load_config
 from dllm_engine.demo import DEMO_GUIDE_DIR
 from dllm_engine.kernels.sampling import filtered_logits, gumbel_max
-from dllm_engine.memory import (
-    Deployment,
-    activation_bytes,
-    pages_of_pool,
-    plan,
-    weight_bytes,
-)
+from dllm_engine.memory import Deployment, pages_of_pool, plan
+from dllm_engine.model_bytes import activation_bytes, weight_bytes
 from dllm_engine.model_executor.loading import hub
 from dllm_engine.model_executor.models.quantization import QUANTIZATIONS
 from dllm_engine.model_executor.token_prediction import TokenPredictor

@@ -73,8 +73,8 @@ def test_a_search_with_few_beginnings_still_gives_exact_probabilities(
     decision, fields, literals = patterns(seed, top_k=2, beginnings=2)
     gone_on, choose = [], FieldChances.choose
 
-    def counted(self, state, reached, most):
-        rows, arcs = choose(self, state, reached, most)
+    def counted(self, state, reached, limit):
+        rows, arcs = choose(self, state, reached, limit)
         gone_on.append(len(rows))
         return rows, arcs
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dllm_engine.checkpoints import load_config
-from dllm_engine.memory import weight_bytes
+from dllm_engine.model_bytes import weight_bytes
 from dllm_engine.vllm_hooks import refused_settings
 from tests.model_executor.models.test_forward import dense_logits
 from tests.support import tiny_checkpoints
