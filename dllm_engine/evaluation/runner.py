@@ -1,7 +1,7 @@
 """Runs of requests on an engine, with measured costs."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -114,7 +114,6 @@ def complete_requests(
     ``ValueError`` if the engine fails a request. At most ``max_num_seqs`` requests are
     in the engine at once.
     """
-    import torch
     from vllm.sampling_params import RequestOutputKind
 
     from dllm_engine.lengths.requests import with_lengths
@@ -126,13 +125,7 @@ def complete_requests(
     first_blocks: dict[int, float] = {}
     completions: dict[int, Any] = {}
     cost = Cost()
-    core = getattr(engine.engine_core, "engine_core", None)
-    # True if the engine and its only worker run in this process.
-    is_in_process = core is not None and hasattr(core.model_executor, "driver_worker")
-    pool = scheduler_of(llm).pages if is_in_process else None
-    most_pages = 0
-    if has_gpu := torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
+    memory = _PeakMemory(llm)
     bar = tqdm(total=len(requests), desc=label, leave=False, disable=not label)
     begin = time.perf_counter()
     prompts = [{"prompt_token_ids": prompt} for prompt, _ in requests]
@@ -147,49 +140,77 @@ def complete_requests(
                 starts.append(time.perf_counter())
             outputs = engine.step()
             now = time.perf_counter()
-            if pool is not None:
-                most_pages = max(most_pages, pool.num_allocated)
+            memory.count_pages()
             for output in outputs:
                 index = int(output.request_id)
-                completion = output.outputs[0]
                 first_blocks.setdefault(index, now)
-                if not output.finished:
-                    continue
-                figures = completion.diffusion
-                tokens = completion.token_ids
-                if figures.error:
-                    raise ValueError(f"the engine ended a request: {figures.error}")
-                completions[index] = completion
-                ends = end_token_ids(requests[index][1], config)
-                cost.requests += 1
-                cost.tokens += next(
-                    (i for i, token in enumerate(tokens) if token in ends), len(tokens)
-                )
-                cost.seconds = now - begin
-                cost.first_block_seconds += first_blocks[index] - starts[index]
-                cost.latency_seconds += now - starts[index]
-                cost.tokens_unmasked += figures.tokens_unmasked
-                cost.forward_passes += figures.forward_passes + figures.length_passes
-                cost.tokens_computed += figures.tokens_computed + figures.length_rows
-                bar.update()
+                if output.finished:
+                    completions[index] = completion = output.outputs[0]
+                    ends = end_token_ids(requests[index][1], config)
+                    cost.add(_cost_of(completion, ends))
+                    cost.seconds = now - begin
+                    cost.first_block_seconds += first_blocks[index] - starts[index]
+                    cost.latency_seconds += now - starts[index]
+                    bar.update()
     finally:
         bar.close()
         if len(completions) < len(starts):
             # The engine goes on with other requests.
             engine.abort_request([str(index) for index in range(len(starts))])
-    if pool is not None:
-        cost.page_bytes = reserved = 0
-        if (
-            pages := runner_of(llm).rank.pages
-        ) is not None:  # not every cache method has pages
-            cost.page_bytes = most_pages * pages.memory[0].nbytes
-            reserved = pages.memory.nbytes
-        cost.memory_bytes = (
-            torch.cuda.max_memory_allocated() - reserved + cost.page_bytes
-            if has_gpu
-            else None
-        )
+    memory.add_to(cost)
     return [completions[index] for index in range(len(requests))], cost
+
+
+def _cost_of(completion: Any, ends: Collection[int]) -> Cost:
+    """Cost of a response, without times and memory. Raises ``ValueError`` if the
+    request failed.
+    """
+    figures, tokens = completion.diffusion, completion.token_ids
+    if figures.error:
+        raise ValueError(f"the engine ended a request: {figures.error}")
+    num_tokens = next((i for i, x in enumerate(tokens) if x in ends), len(tokens))
+    return Cost(
+        requests=1,
+        tokens=num_tokens,
+        tokens_unmasked=figures.tokens_unmasked,
+        forward_passes=figures.forward_passes + figures.length_passes,
+        tokens_computed=figures.tokens_computed + figures.length_rows,
+    )
+
+
+class _PeakMemory:
+    """Peak of an engine's memory. It is known if the engine and its only worker run in
+    this process.
+    """
+
+    def __init__(self, llm: "LLM") -> None:
+        import torch
+
+        core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+        is_here = core is not None and hasattr(core.model_executor, "driver_worker")
+        self._llm = llm if is_here else None
+        self._num_pages = 0
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+
+    def count_pages(self) -> None:
+        if self._llm is not None:
+            num_pages = scheduler_of(self._llm).pages.num_allocated
+            self._num_pages = max(self._num_pages, num_pages)
+
+    def add_to(self, cost: Cost) -> None:
+        import torch
+
+        if self._llm is None:
+            return
+        cost.page_bytes = reserved = 0
+        pages = runner_of(self._llm).rank.pages
+        if pages is not None:  # not every cache method has pages
+            cost.page_bytes = self._num_pages * pages.memory[0].nbytes
+            reserved = pages.memory.nbytes
+        if torch.cuda.is_available():
+            peak = torch.cuda.max_memory_allocated()
+            cost.memory_bytes = peak - reserved + cost.page_bytes
 
 
 def runner_of(llm: "LLM") -> "DiffusionModelRunner":
