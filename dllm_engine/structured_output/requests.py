@@ -6,8 +6,9 @@ import asyncio
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from tokenizers import Tokenizer
 from vllm.reasoning import ReasoningParserManager
@@ -152,60 +153,154 @@ def with_arguments(params: Any, arguments: Mapping[str, Any]) -> Any:
     return params
 
 
-def arguments_in(params: SamplingParams) -> ReasoningArguments:
-    """The arguments that ``with_arguments`` has stored, and the budget."""
-    stored = (params.extra_args or {}).get(REASONING)
-    arguments = (
-        stored if isinstance(stored, ReasoningArguments) else ReasoningArguments()
-    )
-    return arguments._replace(budget=params.thinking_token_budget)
-
-
-def reasoning_before(
-    arguments: ReasoningArguments,
-    prompt_token_ids: Sequence[int],
-    tokenizer: Any,
-    vllm_config: Any,
-    is_free: bool = False,
-) -> Grammar | None:
-    """The grammar of the reasoning at the start of a response; None if the response
-    starts with its answer. ``is_free``: the answer may be any text.
-
-    Raises ``InvalidRequestError`` if the parser does not suit the tokenizer, or does
-    not name the text that ends reasoning.
+@dataclass(frozen=True)
+class Constraints:
+    """What the responses of a request must match: its structured output (None: any
+    text), and the reasoning at their start.
     """
-    settings = vllm_config.structured_outputs_config
-    is_included = settings.enable_in_reasoning and not is_free
-    if not settings.reasoning_parser or is_included or arguments.ended:
-        return None
-    setting = "thinking_token_budget" if is_free else "structured_outputs"
-    about = f"{setting}: the engine's reasoning_parser={settings.reasoning_parser!r}"
-    try:
-        parser_class = _parser(
-            settings.reasoning_parser, settings.reasoning_parser_plugin
+
+    structured: StructuredOutputsParams | None
+    reasoning: ReasoningArguments
+    tokenizer: Any
+    vllm_config: Any
+
+    @classmethod
+    def of(cls, params: SamplingParams, tokenizer: Any, vllm_config: Any) -> Self:
+        """Constraints of parameters that ``with_arguments`` has returned."""
+        stored = (params.extra_args or {}).get(REASONING)
+        reasoning = (
+            stored if isinstance(stored, ReasoningArguments) else ReasoningArguments()
         )
-        parser = parser_class(tokenizer, **(arguments.parser or {}))
-    except Exception as error:  # each parser raises other errors
-        raise InvalidRequestError(f"{about} fails: {error}") from error
-    if arguments.ended is None and (
-        parser.is_reasoning_end(prompt_token_ids)
-        or ends_reasoning(prompt_token_ids, parser, tokenizer)
-    ):
-        return None
-    if parser.reasoning_end_str is None:
-        raise InvalidRequestError(
-            f"{about} does not name the text that ends reasoning (reasoning_end_str); "
-            f"start the engine with another parser, or with enable_in_reasoning in "
-            f"structured_outputs_config"
+        reasoning = reasoning._replace(budget=params.thinking_token_budget)
+        return cls(params.structured_outputs, reasoning, tokenizer, vllm_config)
+
+    def within(self, length: int) -> Self:
+        """The constraints of a response of ``length`` tokens."""
+        return replace(self, reasoning=self.reasoning.within(length))
+
+    async def prepare(self, prompts: Iterable[Any]) -> None:
+        """Build the automata for requests with these prompts without blocking the event
+        loop. Raises as ``constrained``.
+        """
+        for grammar in self._grammars_of_all(prompts):
+            await when_built(await reading(self.build_input, grammar))
+
+    def is_prepared(self, prompt: Any) -> bool:
+        """Return True if the automata are cached, so that ``constrained`` does not
+        wait.
+        """
+        grammars = self._grammars_of_all([prompt])
+        return all(is_kept(self.build_input(grammar)) for grammar in grammars)
+
+    def _grammars_of_all(self, prompts: Iterable[Any]) -> list[Grammar]:
+        """Grammars of requests with these prompts. For a prompt that is not rendered
+        yet, reasoning is unknown.
+        """
+        grammars = [] if self.structured is None else [grammar_of(self.structured)]
+        for prompt in prompts:
+            if isinstance(prompt, dict) and (tokens := prompt.get("prompt_token_ids")):
+                room = self.vllm_config.model_config.max_model_len - len(tokens)
+                grammars += self.within(room).grammars(tokens).values()
+        return list(dict.fromkeys(grammars))
+
+    def grammars(self, prompt_token_ids: Sequence[int]) -> dict[str, Grammar]:
+        """Grammars of a request, by the keys of their automata in ``extra_args``."""
+        grammars = {}
+        if self.structured is not None:
+            grammars[CONSTRAINT] = grammar_of(self.structured)
+        if self.structured is not None or self.reasoning.budget is not None:
+            reasoning = self.reasoning_before(prompt_token_ids)
+            if reasoning is not None:
+                grammars[REASONING] = reasoning
+        return grammars
+
+    def reasoning_before(self, prompt_token_ids: Sequence[int]) -> Grammar | None:
+        """The grammar of the reasoning at the start of a response; None if the response
+        starts with its answer.
+
+        Raises ``InvalidRequestError`` if the parser does not suit the tokenizer, or
+        does not name the text that ends reasoning.
+        """
+        settings = self.vllm_config.structured_outputs_config
+        ended = self.reasoning.ended
+        is_free = self.structured is None
+        is_included = settings.enable_in_reasoning and not is_free
+        if not settings.reasoning_parser or is_included or ended:
+            return None
+        setting = "thinking_token_budget" if is_free else "structured_outputs"
+        about = (
+            f"{setting}: the engine's reasoning_parser={settings.reasoning_parser!r}"
         )
-    vocabulary = tokenizer.get_vocab()
-    tokens = (
-        vocabulary.get(marker)
-        for marker in (parser.reasoning_end_str, parser.reasoning_start_str)
-    )
-    return Grammar(
-        "reasoning", json.dumps([parser.reasoning_end_str, *tokens, is_free])
-    )
+        try:
+            parser_class = _parser(
+                settings.reasoning_parser, settings.reasoning_parser_plugin
+            )
+            parser = parser_class(self.tokenizer, **(self.reasoning.parser or {}))
+        except Exception as error:  # each parser raises other errors
+            raise InvalidRequestError(f"{about} fails: {error}") from error
+        if ended is None and (
+            parser.is_reasoning_end(prompt_token_ids)
+            or ends_reasoning(prompt_token_ids, parser, self.tokenizer)
+        ):
+            return None
+        if parser.reasoning_end_str is None:
+            raise InvalidRequestError(
+                f"{about} does not name the text that ends reasoning "
+                f"(reasoning_end_str); start the engine with another parser, or with "
+                f"enable_in_reasoning in structured_outputs_config"
+            )
+        vocabulary = self.tokenizer.get_vocab()
+        tokens = (
+            vocabulary.get(marker)
+            for marker in (parser.reasoning_end_str, parser.reasoning_start_str)
+        )
+        return Grammar(
+            "reasoning", json.dumps([parser.reasoning_end_str, *tokens, is_free])
+        )
+
+    def check_budget(self) -> None:
+        """Raise ``InvalidRequestError`` if there is a budget of reasoning, but
+        reasoning and answer cannot be told apart.
+        """
+        if self.reasoning.budget is None:
+            return
+        settings = self.vllm_config.structured_outputs_config
+        reason = ""
+        if not settings.reasoning_parser:
+            if self.structured is None:
+                reason = (
+                    "the server does not tell reasoning from answers; start it with "
+                    "--reasoning-parser"
+                )
+        elif settings.enable_in_reasoning and self.structured is not None:
+            reason = (
+                "with enable_in_reasoning, reasoning is a part of the text that must "
+                "match; start the server without it"
+            )
+        else:
+            try:
+                self.vocabulary()
+            except InvalidRequestError as error:
+                reason = f"reasoning is bounded as structured output is; {error}"
+        if reason:
+            raise InvalidRequestError(
+                f"thinking_token_budget={self.reasoning.budget} "
+                f"(thinking.budget_tokens of /v1/messages): {reason}, or leave it out"
+            )
+
+    def vocabulary(self) -> Vocabulary:
+        vocab_size = self.vllm_config.model_config.hf_config.vocab_size
+        return vocabulary_of(self.tokenizer, vocab_size)
+
+    def build_input(self, grammar: Grammar) -> BuildInput:
+        engine = EngineOptions.from_vllm_config(self.vllm_config)
+        return BuildInput(
+            grammar,
+            self.vocabulary(),
+            engine.max_automaton_states,
+            engine.max_automaton_seconds,
+            engine.max_automaton_search,
+        )
 
 
 @cache
@@ -213,78 +308,6 @@ def _parser(name: str, plugin: str) -> Any:
     if plugin:
         ReasoningParserManager.import_reasoning_parser(plugin)
     return ReasoningParserManager.get_reasoning_parser(name)
-
-
-async def prepare(
-    structured: StructuredOutputsParams | None,
-    prompts: Iterable[Any],
-    arguments: ReasoningArguments,
-    tokenizer: Any,
-    vllm_config: Any,
-) -> None:
-    """Build the automata for requests with these prompts without blocking the event
-    loop. Raises as ``constrained``.
-    """
-    for grammar in _grammars_of_all(
-        structured, prompts, arguments, tokenizer, vllm_config
-    ):
-        await when_built(await reading(build_input, grammar, tokenizer, vllm_config))
-
-
-def is_prepared(
-    structured: StructuredOutputsParams | None,
-    prompt: Any,
-    arguments: ReasoningArguments,
-    tokenizer: Any,
-    vllm_config: Any,
-) -> bool:
-    """Return True if the automata are cached, so that ``constrained`` does not wait."""
-    grammars = _grammars_of_all(structured, [prompt], arguments, tokenizer, vllm_config)
-    return all(
-        is_kept(build_input(grammar, tokenizer, vllm_config)) for grammar in grammars
-    )
-
-
-def _grammars_of_all(
-    structured: StructuredOutputsParams | None,
-    prompts: Iterable[Any],
-    arguments: ReasoningArguments,
-    tokenizer: Any,
-    vllm_config: Any,
-) -> list[Grammar]:
-    """Grammars of requests with these prompts. For a prompt that is not rendered yet,
-    reasoning is unknown.
-    """
-    grammars = [] if structured is None else [grammar_of(structured)]
-    for prompt in prompts:
-        if isinstance(prompt, dict) and (tokens := prompt.get("prompt_token_ids")):
-            within = arguments.within(
-                vllm_config.model_config.max_model_len - len(tokens)
-            )
-            request_grammars = _grammars_of(
-                structured, within, tokens, tokenizer, vllm_config
-            )
-            grammars += request_grammars.values()
-    return list(dict.fromkeys(grammars))
-
-
-def _grammars_of(
-    structured: StructuredOutputsParams | None,
-    arguments: ReasoningArguments,
-    prompt_token_ids: Sequence[int],
-    tokenizer: Any,
-    vllm_config: Any,
-) -> dict[str, Grammar]:
-    """Grammars of a request, by the keys of their automata in ``extra_args``."""
-    is_free = structured is None
-    grammars = {} if structured is None else {CONSTRAINT: grammar_of(structured)}
-    if not is_free or arguments.budget is not None:
-        reasoning = reasoning_before(
-            arguments, prompt_token_ids, tokenizer, vllm_config, is_free
-        )
-        if reasoning is not None:
-            grammars[REASONING] = reasoning
-    return grammars
 
 
 async def reading(function: Callable[..., Any], *args: Any) -> Any:
@@ -304,76 +327,28 @@ def constrained(
     response, if there is any. ``length``: tokens of the response. A budget of reasoning
     is dropped if there is nothing to limit.
 
-    Raises as ``grammar_of``, ``vocabulary_of``, ``built`` and ``reasoning_before``, and
-    for a budget that cannot be enforced.
+    Raises as ``grammar_of``, ``vocabulary_of``, ``built`` and ``Constraints``, and for
+    a budget that cannot be enforced.
     """
     if not has_grammar(params):
         return params
-    structured = params.structured_outputs
-    arguments = arguments_in(params).within(length)
-    if arguments.budget is not None:
-        _check_budget(arguments.budget, structured, tokenizer, vllm_config)
-    grammars = _grammars_of(
-        structured, arguments, prompt_token_ids, tokenizer, vllm_config
-    )
+    constraints = Constraints.of(params, tokenizer, vllm_config).within(length)
+    constraints.check_budget()
     automata = {
-        name: built(build_input(grammar, tokenizer, vllm_config))
-        for name, grammar in grammars.items()
+        name: built(constraints.build_input(grammar))
+        for name, grammar in constraints.grammars(prompt_token_ids).items()
     }
-    extra_args = params.extra_args or {}
-    params = params.clone()
-    params.structured_outputs = None
-    params.thinking_token_budget = arguments.budget if REASONING in grammars else None
+    budget = constraints.reasoning.budget if REASONING in automata else None
     others = {
         name: value
-        for name, value in extra_args.items()
+        for name, value in (params.extra_args or {}).items()
         if not isinstance(value, ReasoningArguments)
     }
+    params = params.clone()
+    params.structured_outputs = None
+    params.thinking_token_budget = budget
     params.extra_args = {**automata, **others}
     return params
-
-
-def _check_budget(
-    budget: int,
-    structured: StructuredOutputsParams | None,
-    tokenizer: Any,
-    vllm_config: Any,
-) -> None:
-    """Raise ``InvalidRequestError`` if reasoning and answer cannot be told apart."""
-    settings = vllm_config.structured_outputs_config
-    reason = ""
-    if not settings.reasoning_parser:
-        if structured is None:
-            reason = (
-                "the server does not tell reasoning from answers; start it with "
-                "--reasoning-parser"
-            )
-    elif settings.enable_in_reasoning and structured is not None:
-        reason = (
-            "with enable_in_reasoning, reasoning is a part of the text that must "
-            "match; start the server without it"
-        )
-    else:
-        try:
-            vocabulary_of(tokenizer, vllm_config.model_config.hf_config.vocab_size)
-        except InvalidRequestError as error:
-            reason = f"reasoning is bounded as structured output is; {error}"
-    if reason:
-        raise InvalidRequestError(
-            f"thinking_token_budget={budget} (thinking.budget_tokens of /v1/messages): "
-            f"{reason}, or leave it out"
-        )
-
-
-def build_input(grammar: Grammar, tokenizer: Any, vllm_config: Any) -> BuildInput:
-    engine = EngineOptions.from_vllm_config(vllm_config)
-    return BuildInput(
-        grammar,
-        vocabulary_of(tokenizer, vllm_config.model_config.hf_config.vocab_size),
-        engine.max_automaton_states,
-        engine.max_automaton_seconds,
-        engine.max_automaton_search,
-    )
 
 
 @lru_cache(maxsize=4)

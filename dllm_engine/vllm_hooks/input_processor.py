@@ -30,11 +30,9 @@ from dllm_engine.request_options.sampling_params import (
 )
 from dllm_engine.structured_output.automata import count_request
 from dllm_engine.structured_output.requests import (
+    Constraints,
     ReasoningArguments,
-    arguments_in,
     has_grammar,
-    is_prepared,
-    prepare,
     reading,
     with_arguments,
 )
@@ -200,7 +198,7 @@ def generate_if_valid(
                 yield output
 
     async def checked_when_built() -> AsyncGenerator[Any, None]:
-        await prepare(structured, [prompt], arguments, tokenizer, self.vllm_config)
+        await constraints.prepare([prompt])
         async with aclosing(checked()) as outputs:
             async for output in outputs:
                 yield output
@@ -211,14 +209,11 @@ def generate_if_valid(
         # vLLM passes that reasoning has ended if it should not be included. But its
         # parser then takes the whole response for reasoning.
         kwargs = {**kwargs, "reasoning_ended": None}
-    tokenizer = self.input_processor.tokenizer
     sampling_params = with_arguments(sampling_params, kwargs)
-    structured, arguments = (
-        sampling_params.structured_outputs,
-        arguments_in(sampling_params),
+    constraints = Constraints.of(
+        sampling_params, self.input_processor.tokenizer, self.vllm_config
     )
-    prepared = is_prepared(structured, prompt, arguments, tokenizer, self.vllm_config)
-    return checked() if prepared else checked_when_built()
+    return checked() if constraints.is_prepared(prompt) else checked_when_built()
 
 
 def _length_choice(
@@ -283,21 +278,18 @@ async def render_and_build(
         )
         budget = getattr(params or request, "thinking_token_budget", None)
         if structured is not None or budget is not None:
-            tokenizer, vllm_config = self.renderer.tokenizer, self.renderer.config
             has_template = hasattr(request, "build_chat_params")
-            parser = (
-                {"chat_template_kwargs": self.effective_chat_template_kwargs(request)}
-                if has_template
-                else None
-            )
-            prompts = rendered[1] if has_template else rendered
-            await prepare(
+            parser = None
+            if has_template:
+                arguments = self.effective_chat_template_kwargs(request)
+                parser = {"chat_template_kwargs": arguments}
+            constraints = Constraints(
                 structured,
-                prompts,
                 ReasoningArguments(None, parser, budget),
-                tokenizer,
-                vllm_config,
+                self.renderer.tokenizer,
+                self.renderer.config,
             )
+            await constraints.prepare(rendered[1] if has_template else rendered)
     return rendered
 
 

@@ -429,8 +429,7 @@ import psutil
 from transformers import AutoTokenizer
 from vllm.sampling_params import StructuredOutputsParams
 from dllm_engine.demo import DEMO_MODEL_DIR
-from dllm_engine.structured_output.requests import ReasoningArguments
-from dllm_engine.structured_output.requests import prepare
+from dllm_engine.structured_output.requests import Constraints, ReasoningArguments
 
 def builders():
     return [child.pid for child in psutil.Process().children() if any("output.build" in a for a in child.cmdline())]
@@ -441,7 +440,7 @@ async def main():
     model_config = SimpleNamespace(hf_config=SimpleNamespace(vocab_size=len(tokenizer)))
     limits = {"max_automaton_states": 1 << 20, "max_automaton_seconds": 600}
     config = SimpleNamespace(additional_config=limits, model_config=model_config)
-    build = asyncio.create_task(prepare(hostile, [], ReasoningArguments(), tokenizer, config))
+    build = asyncio.create_task(Constraints(hostile, ReasoningArguments(), tokenizer, config).prepare([]))
     while not builders():
         await asyncio.sleep(0.1)
     print(*builders(), flush=True)

@@ -22,8 +22,8 @@ from dllm_engine.constraints.automaton import joined
 from dllm_engine.request_options.errors import InvalidRequestError
 from dllm_engine.structured_output.build import BuildInput, Grammar, build
 from dllm_engine.structured_output.requests import (
+    Constraints,
     ReasoningArguments,
-    reasoning_before,
     vocabulary_of,
 )
 from dllm_engine.vllm_hooks import patch, table
@@ -76,6 +76,13 @@ def engine_config(parser: str, *, enable_in_reasoning: bool = False):
     return SimpleNamespace(structured_outputs_config=SimpleNamespace(**settings))
 
 
+def reasoning_before(prompt, tokenizer, vllm_config, ended=None):
+    structured = StructuredOutputsParams(regex="[0-9]")
+    return Constraints(
+        structured, ReasoningArguments(ended), tokenizer, vllm_config
+    ).reasoning_before(prompt)
+
+
 @pytest.mark.parametrize("parser", ReasoningParserManager.list_registered())
 @pytest.mark.parametrize("has_markers", [True, False], ids=["tokens", "text"])
 def test_every_parser_reads_what_is_written(parser, has_markers):
@@ -85,7 +92,7 @@ def test_every_parser_reads_what_is_written(parser, has_markers):
     prompt = tokenizer.encode("There once was")
     grammar, refusal = None, ""
     try:
-        grammar = reasoning_before(ReasoningArguments(), prompt, **arguments)
+        grammar = reasoning_before(prompt, **arguments)
     except InvalidRequestError as error:
         refusal = str(error)
     if refusal:
@@ -101,20 +108,15 @@ def test_every_parser_reads_what_is_written(parser, has_markers):
         ).extract_reasoning(text, request)
         return found and found[1]  # Cohere's read nothing by themselves
 
-    assert reasoning_before(ReasoningArguments(True), prompt, **arguments) is None
+    assert reasoning_before(prompt, **arguments, ended=True) is None
     if (
         grammar is None
     ):  # as vLLM, for parsers that reason only behind a marker in the prompt
         return
     end = json.loads(grammar.text)[0]
-    assert reasoning_before(ReasoningArguments(False), prompt, **arguments) == grammar
+    assert reasoning_before(prompt, **arguments, ended=False) == grammar
     if has_markers and end in MARKERS:
-        assert (
-            reasoning_before(
-                ReasoningArguments(), [*prompt, *tokenizer.encode(end)], **arguments
-            )
-            is None
-        )
+        assert reasoning_before([*prompt, *tokenizer.encode(end)], **arguments) is None
     if content(f'Hm{end}{{"a": 1}}') != '{"a": 1}':
         return  # it wants more markers than these
     automata = (
@@ -165,7 +167,7 @@ def test_structured_output_in_reasoning_begins_at_once():
     tokenizer = tokenizer_of(True)
     for within, found in ((True, None), (False, "reasoning")):
         config = engine_config("qwen3", enable_in_reasoning=within)
-        grammar = reasoning_before(ReasoningArguments(), [5], tokenizer, config)
+        grammar = reasoning_before([5], tokenizer, config)
         assert (grammar and grammar.kind) == found
 
 
