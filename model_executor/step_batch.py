@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dllm_engine.decoding.canvas_layout import Span
-from dllm_engine.decoding.step_plan import Scope, StepPlan
+from dllm_engine.decoding.step_plan import RefreshState, Scope, StepPlan
 from dllm_engine.model_executor.canvas_store import Canvas
 from dllm_engine.model_executor.transfer import on_device
 
@@ -264,6 +264,11 @@ class StepBatch(RowBounds):
             self.sizes[index] == span.size
             and self.host_positions[self.bounds[index]] == span.start
         )
+
+    @property
+    def only_reuses(self) -> bool:
+        """True if no request refreshes its cache."""
+        return all(plan.state is RefreshState.REUSE for plan in self.plans)
 
     def places_in(self, spans: Sequence[Span]) -> np.ndarray:
         """Place of each row in a span of its request, below 0 outside; on the host."""

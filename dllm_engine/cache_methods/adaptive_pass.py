@@ -19,7 +19,7 @@ from vllm.distributed import tensor_model_parallel_all_reduce
 
 from dllm_engine.cache_methods.adaptive import AdaptiveOptions, live_start
 from dllm_engine.decoding.canvas_layout import Span
-from dllm_engine.decoding.step_plan import RefreshState, Scope
+from dllm_engine.decoding.step_plan import Scope
 from dllm_engine.kernels.paged_attention import PagedTokens
 from dllm_engine.kernels.pages import ComputedRows, add_or_renew_features
 from dllm_engine.kernels.sampling import NO_TOKEN, uniform
@@ -121,9 +121,7 @@ class AdaptivePass(LayerPass):
             self.verified = slice(None)
         elif verified.size:
             self.verified = on_device(verified, device)
-        if self.options.similarity != "random" and all(
-            plan.state is RefreshState.REUSE for plan in batch.plans
-        ):
+        if self.options.similarity != "random" and batch.only_reuses:
             self.repeats = Repeats.SAME_WORK
         self.some_rows = self._split(self.choice.sizes)
         self.places = torch.full_like(batch.positions, -1)

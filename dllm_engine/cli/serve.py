@@ -41,6 +41,26 @@ from dllm_engine.vllm_hooks.serve_options import check_serve_options
 from dllm_engine.vllm_hooks.server import start as server_start
 
 ADDITIONAL_CONFIG = "--additional-config"
+_OTHERS = (
+    "share_prompts",
+    "anchor_tokens",
+    "refresh_ratio",
+    "steps_per_dispatch",
+    "lora_path",
+    "max_automaton_states",
+    "max_automaton_seconds",
+    "max_automaton_search",
+    "decision_way",
+    "decision_template",
+    "decision_joint",
+    "decision_calibration",
+    "cuda_graphs",
+    "batch_invariant",
+    "trace",
+    "playground",
+    "fim_markers",
+)
+"""Engine options that no other group has."""
 REQUESTS = """For requests that name none themselves (in `vllm_xargs`). They are fitted to the length of a response: a
 block is at most the response, and a response takes at least a step per block and at most one per token. A request that
 names `steps` is not given the threshold. The length itself is vLLM's to set: --override-generation-config
@@ -58,26 +78,7 @@ def add_arguments(parser: CommandParser) -> None:
     add_cache_arguments(parser)
     add_denoising_arguments(parser.add_argument_group("requests", REQUESTS))
     other = parser.add_argument_group("other")
-    limits = ("max_automaton_states", "max_automaton_seconds", "max_automaton_search")
-    add_options(
-        other,
-        EngineOptions,
-        (
-            "share_prompts",
-            "anchor_tokens",
-            "refresh_ratio",
-            "steps_per_dispatch",
-            "lora_path",
-            *limits,
-        ),
-    )
-    decisions = ("way", "template", "joint", "calibration")
-    add_options(other, EngineOptions, [f"decision_{name}" for name in decisions])
-    add_options(
-        other,
-        EngineOptions,
-        ("cuda_graphs", "batch_invariant", "trace", "playground", "fim_markers"),
-    )
+    add_options(other, EngineOptions, _OTHERS)
     additional = (
         f"vLLM's own option; the arguments above are put into its key {OPTIONS_KEY!r}"
     )

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dllm_engine.decoding.step_plan import RefreshState
 from dllm_engine.model_executor.candidates import ONLY_OBSERVED, BatchCandidates
 from dllm_engine.model_executor.canvas_store import SPARE
 from dllm_engine.model_executor.graphs.forward import (
@@ -231,8 +230,8 @@ class StepGraphs:
                 forward = self.forwards.get(size, self.launches_before)
                 return None if forward is None else (forward(batch, layer_pass), ())
         parts = layer_pass.graph_parts()
-        refreshes = any(plan.state is not RefreshState.REUSE for plan in batch.plans)
-        if parts is None or (refreshes and batch.bounds[-1] > HOST_BOUND_ROWS):
+        may_record = batch.only_reuses or batch.bounds[-1] <= HOST_BOUND_ROWS
+        if parts is None or not may_record:
             return None
         key = (
             type(layer_pass),

@@ -64,7 +64,7 @@ class OverwritePass(PagedPass):
         tokens.check_room(batch.plans)
         rows = batch.split_rows(batch.computes_all(reads))
         super().__init__(tokens, rows, tokens.row_slots(), attend_fresh=False)
-        if all(plan.state is RefreshState.REUSE for plan in batch.plans):
+        if batch.only_reuses:
             self.repeats = Repeats.SAME_WORK
 
 

@@ -21,7 +21,7 @@ from vllm.distributed import (
 
 from dllm_engine.cache_methods.d2_cache.method import D2CacheOptions
 from dllm_engine.decoding.canvas_layout import Span
-from dllm_engine.decoding.step_plan import RefreshState, StepPlan
+from dllm_engine.decoding.step_plan import StepPlan
 from dllm_engine.decoding.unmasking_policies import (
     WEIGHTED_MEASURES,
 )
@@ -114,9 +114,7 @@ class RolloutPass(LayerPass):
         """
         self.graph_rows = 0
         """Rows of the recorded pass; 0: the pass is not recorded."""
-        if num_rows <= HOST_BOUND_ROWS and all(
-            plan.state is RefreshState.REUSE for plan in batch.plans
-        ):
+        if num_rows <= HOST_BOUND_ROWS and batch.only_reuses:
             *sizes, self.graph_rows = (
                 padded(size) or size for size in (*sizes, num_rows)
             )

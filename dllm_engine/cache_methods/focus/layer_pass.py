@@ -21,7 +21,7 @@ from vllm.distributed import tensor_model_parallel_all_reduce
 from dllm_engine.cache_methods.focus.eviction import MaskedRows, OwnMasks
 from dllm_engine.cache_methods.focus.method import FocusOptions, FocusStep
 from dllm_engine.decoding.canvas_layout import Span
-from dllm_engine.decoding.step_plan import RefreshState, StepPlan
+from dllm_engine.decoding.step_plan import StepPlan
 from dllm_engine.kernels.paged_attention import paged_attention
 from dllm_engine.model_executor.batch_tables import ALL_LAYERS, TokenTables
 from dllm_engine.model_executor.canvas_store import Canvas
@@ -105,11 +105,7 @@ class FocusPass(LayerPass):
         num_rows = batch.bounds[-1]
         self.graph_rows = 0
         self.most_rows = batch.max_seqlen
-        if (
-            num_rows <= HOST_BOUND_ROWS
-            and batch.limits is None
-            and all(plan.state is RefreshState.REUSE for plan in batch.plans)
-        ):
+        if num_rows <= HOST_BOUND_ROWS and batch.limits is None and batch.only_reuses:
             self.graph_rows = padded(num_rows) or num_rows
             self.most_rows = width
         more = max(self.graph_rows - num_rows, 0)
