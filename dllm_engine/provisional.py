@@ -122,6 +122,11 @@ class BlockReader:
         return pieces
 
 
+_PROGRESS = ("block", "step", "forward_pass", "sent")
+_SIZES = ("num_blocks", "gen_length", "block_length", "first_block_length", "start")
+"""Fields of a block that each event has, and those that the first one has."""
+
+
 class BlockChanges:
     """Changes of the running blocks since the last event to an HTTP client. A slow
     client may miss steps.
@@ -129,57 +134,54 @@ class BlockChanges:
 
     def __init__(self) -> None:
         self._window: tuple[int, int] | None = None
-        self._known: list[tuple[int, str | None] | None] = []
+        self._known: dict[int, tuple[int, str | None]] = {}
+        """Token and piece of each position that is not masked."""
         self._percents: dict[int, int] = {}
+        """Probability of the best token at each masked position."""
 
     def to(self, block: ProvisionalBlock) -> dict[str, Any]:
         """The changes from the last sent state to ``block`` in HTTP form. Positions
         count from the response's start.
         """
-        form = {
-            name: getattr(block, name)
-            for name in ("block", "step", "forward_pass", "sent")
-        }
-        length = len(block.token_ids)
+        form = {name: getattr(block, name) for name in _PROGRESS}
         if block.window != self._window:
-            self._window = block.window
-            self._known = [None] * length
-            self._percents = {}
-            sizes = (
-                "num_blocks",
-                "gen_length",
-                "block_length",
-                "first_block_length",
-                "start",
-            )
-            form |= {name: getattr(block, name) for name in sizes} | {"length": length}
-        pieces = block.pieces or [None] * length
-        now = [
-            None if block.masked[i] else (block.token_ids[i], pieces[i])
-            for i in range(length)
-        ]
-        changed = [i for i in range(length) if now[i] != self._known[i]]
+            self._window, self._known, self._percents = block.window, {}, {}
+            form |= {name: getattr(block, name) for name in _SIZES}
+            form["length"] = len(block.token_ids)
+        return form | self._changed_tokens(block) | self._changed_guesses(block)
+
+    def _changed_tokens(self, block: ProvisionalBlock) -> dict[str, Any]:
+        length = len(block.token_ids)
+        tokens = zip(block.token_ids, block.pieces or [None] * length, strict=True)
+        now = {i: token for i, token in enumerate(tokens) if not block.masked[i]}
+        changed = [i for i in range(length) if now.get(i) != self._known.get(i)]
         self._known = now
-        form["positions"] = [block.start + i for i in changed]
-        form["token_ids"] = [block.token_ids[i] for i in changed]
-        form["confidences"] = [
-            c and round(c, 4) for c in (block.confidences[i] for i in changed)
-        ]
+        form: dict[str, Any] = {
+            "positions": [block.start + i for i in changed],
+            "token_ids": [block.token_ids[i] for i in changed],
+            "confidences": [
+                c and round(c, 4) for c in (block.confidences[i] for i in changed)
+            ],
+        }
         if block.pieces is not None and block.special is not None:
             form["pieces"] = [block.pieces[i] for i in changed]
             form["special"] = [block.start + i for i in changed if block.special[i]]
+        return form
+
+    def _changed_guesses(self, block: ProvisionalBlock) -> dict[str, Any]:
+        """The probabilities that have changed by at least one percent point."""
         guesses = {
             i: 100 * c
             for i, c in enumerate(block.confidences)
             if block.masked[i] and c is not None
         }
-        # Changes by at least one percent point.
-        moved = [
-            i
+        changed = {
+            i: round(percent)
             for i, percent in guesses.items()
             if abs(percent - self._percents.get(i, float("inf"))) >= 1
-        ]
-        self._percents |= {i: round(guesses[i]) for i in moved}
-        form["guess_positions"] = [block.start + i for i in moved]
-        form["guess_percents"] = [self._percents[i] for i in moved]
-        return form
+        }
+        self._percents |= changed
+        return {
+            "guess_positions": [block.start + i for i in changed],
+            "guess_percents": [*changed.values()],
+        }

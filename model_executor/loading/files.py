@@ -148,24 +148,35 @@ def mask_token_id(model: str, usual: str | None) -> int | None:
     """Id of the mask in the tokenizer of the folder ``model``: the id of its
     ``mask_token``, else of the added token ``usual``; None if no file names one.
     """
-    path = Path(model) / "tokenizer_config.json"
-    stated = read_object(path) if path.is_file() else {}
+    folder = Path(model)
+    stated = _object_if_there(folder / "tokenizer_config.json")
     token = stated.get("mask_token") or usual
     if isinstance(token, dict):
         token = token.get("content")
     if not isinstance(token, str):
         return None
-    added = stated.get("added_tokens_decoder")
-    for number, entry in added.items() if isinstance(added, dict) else ():
+    for number, entry in _added_tokens(folder, stated):
         if isinstance(entry, dict) and entry.get("content") == token:
-            return int(number) if number.isdecimal() else None
-    path = Path(model) / "tokenizer.json"
-    added = read_object(path).get("added_tokens") if path.is_file() else None
-    for entry in added if isinstance(added, list) else ():
-        if isinstance(entry, dict) and entry.get("content") == token:
-            number = entry.get("id")
             return number if type(number) is int else None
     return None
+
+
+def _added_tokens(
+    folder: Path, tokenizer_config: dict[str, Any]
+) -> Iterator[tuple[Any, Any]]:
+    """Id and description of each token that was added to a tokenizer, unchecked."""
+    added = tokenizer_config.get("added_tokens_decoder")
+    if isinstance(added, dict):
+        for number, entry in added.items():
+            yield int(number) if number.isdecimal() else None, entry
+    added = _object_if_there(folder / "tokenizer.json").get("added_tokens")
+    if isinstance(added, list):
+        for entry in added:
+            yield entry.get("id") if isinstance(entry, dict) else None, entry
+
+
+def _object_if_there(path: Path) -> dict[str, Any]:
+    return read_object(path) if path.is_file() else {}
 
 
 def read_object(path: Path) -> dict[str, Any]:
