@@ -52,8 +52,8 @@ def weight_bytes(
         mlps = [
             (num_dense, config.intermediate_size),
             (num_layers - num_dense, experts.shared_intermediate_size),
+            (num_experts, experts.intermediate_size),
         ]
-        mlps.append((num_experts, experts.intermediate_size))
         total += num_experts * (hidden * dtype_bytes + experts.has_bias * FLOAT32_BYTES)
     for number, width in mlps:
         if width:

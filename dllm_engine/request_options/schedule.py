@@ -16,6 +16,7 @@ from dllm_engine.request_options.facts import (
     Facts,
     OptionGroup,
 )
+from dllm_engine.request_options.unmasking import PARALLEL_OPTIONS
 
 _Steps = Annotated[
     Count | None,
@@ -139,10 +140,6 @@ def check_several_blocks(
     if threshold is not None and parallel is None:
         raise refused(
             f"block_add_threshold={threshold}: several blocks at once need a rule of "
-            f"parallel unmasking; set one of {', '.join(_rules())}, or leave "
+            f"parallel unmasking; set one of {', '.join(PARALLEL_OPTIONS)}, or leave "
             f"block_add_threshold unset"
         )
-
-
-def _rules() -> list[str]:
-    return [name for name, rule in PARALLEL_RULES.items() if rule.option is not None]

@@ -215,13 +215,13 @@ class DraftAdapter(LoraAdapter):
             for released, (ours, _) in names.in_layer.items()
             if ours == "out_proj"
         )
-        self.layers = {
-            f"{names.layers}.{number}.{released}.weight": number
-            for number in range(config.num_hidden_layers)
-        }
-        """Layer number of each weight."""
         self.prefix = names.layers
-        for name in self.layers.keys() ^ self.scales.keys():
+        self.weights = [
+            f"{self.prefix}.{number}.{released}.weight"
+            for number in range(config.num_hidden_layers)
+        ]
+        """Name of each layer's weight."""
+        for name in {*self.weights} ^ self.scales.keys():
             raise ValueError(
                 f"{self.folder / WEIGHTS} must change {released} of every layer, and "
                 f"nothing else; {shortened(name)} is missing or extra"
@@ -229,16 +229,14 @@ class DraftAdapter(LoraAdapter):
 
     def rank(self, layer: int) -> int:
         """The rank of the update in a layer."""
-        return next(
-            self.ranks[name] for name, number in self.layers.items() if number == layer
-        )
+        return self.ranks[self.weights[layer]]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters of ``LowRankUpdate`` in each layer, under names like those of the
         checkpoint.
         """
         for name, a, b in self.updates():
-            module = f"{self.prefix}.{self.layers[name]}.draft_update"
+            module = f"{self.prefix}.{self.weights.index(name)}.draft_update"
             yield f"{module}.a", a
             yield f"{module}.b", b
 
