@@ -23,6 +23,7 @@ from tests.structured_output.test_answers import (
     chunks_of,
     is_person,
 )
+from tests.support.engines import matching
 from tests.support.http_app import choices_of
 
 FORMS: dict[str, Any] = {
@@ -183,22 +184,18 @@ def test_texts_that_could_go_on(demo, params, ignore_eos):
 
 
 def test_templates(demo):
-    asked = StructuredOutputsParams(regex=r" Ida=[0-9]{2}")
     tokens = demo.get_tokenizer().encode(" Ida=07", add_special_tokens=False)
     for given in (True, False):
         template = [*tokens[:-2], None, None]
-        params = DiffusionParams(
-            structured_outputs=asked, response_template=template, return_given=given
-        )
-        (completion,) = demo.generate([PROMPT], params, use_tqdm=False)[0].outputs
+        settings = {"response_template": template, "return_given": given}
+        (completion,) = matching(demo, PROMPT, r" Ida=[0-9]{2}", **settings)
         assert completion.finish_reason == "stop"
         assert re.fullmatch(r" Ida=[0-9]{2}" if given else "[0-9]{2}", completion.text)
 
 
 def test_a_stop_string_still_ends_a_text_before_it(demo):
-    asked = StructuredOutputsParams(regex="[0-9]{6};")
-    params = DiffusionParams(structured_outputs=asked, gen_length=7, stop=[";"])
-    (completion,) = demo.generate([PROMPT], params, use_tqdm=False)[0].outputs
+    settings = {"gen_length": 7, "stop": [";"]}
+    (completion,) = matching(demo, PROMPT, "[0-9]{6};", **settings)
     assert (len(completion.text), completion.finish_reason, completion.stop_reason) == (
         6,
         "stop",

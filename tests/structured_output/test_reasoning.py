@@ -38,7 +38,7 @@ from tests.structured_output.test_answers import (
 )
 from tests.support.automaton_walks import walk
 from tests.support.byte_level_tokenizers import TALE, train_tokenizer
-from tests.support.engines import assert_nothing_left
+from tests.support.engines import assert_nothing_left, matching
 from tests.support.http_app import EngineInProcess, choices_of, openai_client, served
 
 MARKERS = "<think> </think> <seed:think> </seed:think> <mm:think> </mm:think> <tool_call> </tool_call>".split()
@@ -294,16 +294,12 @@ def test_responses_and_messages(openai, reasoning_client):
 
 
 def test_texts_in_python_are_reasoning_marker_and_answer(llm):
-    asked = StructuredOutputsParams(json=SCHEMA)
-    params = DiffusionParams(
-        structured_outputs=asked, gen_length=48, temperature=1.0, n=3, seed=1
-    )
-    (output,) = llm.generate([PROMPT], params, use_tqdm=False)
-    for completion in output.outputs:
+    sampled = {"gen_length": 48, "temperature": 1.0, "n": 3, "seed": 1}
+    for completion in matching(llm, PROMPT, "Ida|Tom", **sampled):
         reasoning, marker, answer = completion.text.partition("</think>")
         assert reasoning
         assert marker
-        assert is_person(answer)
+        assert answer in ("Ida", "Tom")
         assert completion.finish_reason == "stop"
     assert_nothing_left(llm)
 
@@ -312,27 +308,19 @@ def test_a_template_may_give_the_marker(llm):
     tokenizer = llm.get_tokenizer()
     end = tokenizer.encode("</think>", add_special_tokens=False)
     template = [None] * 6 + end + [None] * 4
-    params = DiffusionParams(
-        structured_outputs=StructuredOutputsParams(regex="[0-9]{4}"),
-        response_template=template,
-    )
-    (completion,) = llm.generate([PROMPT], params, use_tqdm=False)[0].outputs
+    (completion,) = matching(llm, PROMPT, "[0-9]{4}", response_template=template)
     assert re.fullmatch("[0-9]{4}", completion.text.partition("</think>")[2])
 
 
 def test_there_is_room_for_the_marker_or_a_refusal(llm):
-    def ask(gen_length):
-        asked = StructuredOutputsParams(regex="[0-9]{4}")
-        params = DiffusionParams(structured_outputs=asked, gen_length=gen_length)
-        return llm.generate([PROMPT], params, use_tqdm=False)[0].outputs[0]
-
     with pytest.raises(
         ValueError, match="with the marker that ends reasoning before it"
     ) as refused:
-        ask(1)
+        matching(llm, PROMPT, "[0-9]{4}", gen_length=1)
     fewest = int(re.search(r"has (\d+) tokens", str(refused.value))[1])
     assert fewest > 1
-    assert re.fullmatch(r"</think>[0-9]{4}", ask(fewest).text)
+    (completion,) = matching(llm, PROMPT, "[0-9]{4}", gen_length=fewest)
+    assert re.fullmatch(r"</think>[0-9]{4}", completion.text)
 
 
 ENDED = {
@@ -345,12 +333,10 @@ ENDED = {
 @pytest.mark.parametrize("turn", ENDED)
 @pytest.mark.parametrize("budget", [None, 0])
 def test_reasoning_that_the_prompt_ends_is_not_begun_again(llm, turn, budget):
-    structured = StructuredOutputsParams(regex="[0-9]{2}")
-    params = DiffusionParams(
-        structured_outputs=structured, gen_length=24, thinking_token_budget=budget
-    )
-    (output,) = llm.generate([f"Tom is 48.{ENDED[turn]}"], params, use_tqdm=False)
-    assert re.fullmatch("[0-9]{2}", output.outputs[0].text)
+    prompt = f"Tom is 48.{ENDED[turn]}"
+    settings = {"gen_length": 24, "thinking_token_budget": budget}
+    (completion,) = matching(llm, prompt, "[0-9]{2}", **settings)
+    assert re.fullmatch("[0-9]{2}", completion.text)
 
 
 @pytest.mark.parametrize(
@@ -363,11 +349,8 @@ def test_reasoning_that_the_prompt_ends_is_not_begun_again(llm, turn, budget):
     ],
 )
 def test_reasoning_that_the_prompt_leaves_open_comes_first(spelling, prompt):
-    params = DiffusionParams(
-        structured_outputs=StructuredOutputsParams(regex="[0-9]{2}"), gen_length=24
-    )
-    (output,) = spelling.generate([prompt], params, use_tqdm=False)
-    assert re.fullmatch("(.|\n)*</think>[0-9]{2}", output.outputs[0].text)
+    (completion,) = matching(spelling, prompt, "[0-9]{2}", gen_length=24)
+    assert re.fullmatch("(.|\n)*</think>[0-9]{2}", completion.text)
 
 
 @pytest.mark.parametrize("turn", ENDED)
@@ -457,14 +440,11 @@ def test_reasoning_keeps_its_budget(llm, budget, settings, regex):
 
 @pytest.mark.parametrize("regex", ["[0-9]{2}", None])
 def test_a_budget_that_is_not_used_up_changes_nothing(spelling, regex):
-    structured = regex and StructuredOutputsParams(regex=regex)
     texts = set()
     for budget in (None, 24, 31, 32, 9999):
-        params = DiffusionParams(
-            gen_length=32, structured_outputs=structured, thinking_token_budget=budget
-        )
-        (output,) = spelling.generate([PROMPT], params, use_tqdm=False)
-        texts.add(output.outputs[0].text)
+        settings = {"gen_length": 32, "thinking_token_budget": budget}
+        (completion,) = matching(spelling, PROMPT, regex, **settings)
+        texts.add(completion.text)
     assert len(texts) == 1
 
 
@@ -538,15 +518,12 @@ def test_budgets_that_nothing_can_keep_are_refused(demo):
         (32, None, True),
         (0, "[0-9]{2}", True),
     ):
-        wanted = structured and StructuredOutputsParams(regex=structured)
-        params = DiffusionParams(
-            gen_length=32, thinking_token_budget=budget, structured_outputs=wanted
-        )
+        settings = {"gen_length": 32, "thinking_token_budget": budget}
         if is_kept:
-            assert demo.generate([PROMPT], params, use_tqdm=False)[0].outputs[0].text
+            assert matching(demo, PROMPT, structured, **settings)[0].text
             continue
         with pytest.raises(
             ValueError,
             match=r"thinking_token_budget=31 \(thinking.budget_tokens.*--reasoning-parser",
         ):
-            demo.generate([PROMPT], params, use_tqdm=False)
+            matching(demo, PROMPT, structured, **settings)

@@ -13,6 +13,7 @@ import pytest
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
+from vllm.sampling_params import StructuredOutputsParams
 
 from dllm_engine import LLM, DiffusionParams
 from dllm_engine.evaluation.runner import runner_of, scheduler_of
@@ -157,6 +158,13 @@ def responses(llm: LLM, prompts: Sequence[list[int]], params: Any) -> list[list[
     """The tokens of the response to each prompt."""
     outputs = generate(llm, prompts, params)
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def matching(llm: LLM, prompt: str, regex: str | None, **fields: Any) -> list[Any]:
+    """The responses to a text, which have to match a regex."""
+    structured = None if regex is None else StructuredOutputsParams(regex=regex)
+    params = DiffusionParams(structured_outputs=structured, **fields)
+    return llm.generate([prompt], params, use_tqdm=False)[0].outputs
 
 
 def demo_answers(
