@@ -3,14 +3,12 @@
 import json
 import os
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests.support.checkout import CHECKOUT
 from tests.support.preloaded import preloaded_programs
-
-CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from dllm_engine.cli.commands import build_parser
 from dllm_engine.cli.main import main
 from dllm_engine.evaluation import harness
 from tests.cli.test_evaluate import rows_of
+from tests.support.checkout import CHECKOUT
 
 NAMES = "examples/lm_eval/names.yaml"
 FACTS = "examples/lm_eval/facts.yaml"
@@ -19,7 +20,7 @@ QUICK = "--count 3 --mc-num 4".split()
 
 @pytest.fixture(autouse=True)
 def checkout(monkeypatch):
-    monkeypatch.chdir(Path(__file__).resolve().parents[2])
+    monkeypatch.chdir(CHECKOUT)
 
 
 def test_a_row_per_task_with_its_cost(started, tmp_path, capsys):

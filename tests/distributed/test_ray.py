@@ -7,7 +7,6 @@ import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
 import pytest
@@ -15,6 +14,7 @@ from openai import APIError, BadRequestError
 
 from dllm_engine.demo.tasks import make_examples
 from tests.distributed.test_tensor_parallel import check_two_ranks
+from tests.support.checkout import EXAMPLES
 from tests.support.engines import demo_answers
 from tests.support.preloaded import Program, preloaded_programs, wait_until
 from tests.support.server import Server
@@ -22,7 +22,6 @@ from tests.support.server import Server
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TIMEOUT_S = 600
 
 

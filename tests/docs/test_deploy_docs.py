@@ -4,7 +4,6 @@
 
 import re
 import shlex
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +16,8 @@ from dllm_engine.cli.main import main
 from dllm_engine.cli.serve import vllm_arguments
 from dllm_engine.memory import Deployment, plan
 from dllm_engine.options import EngineOptions
+from tests.support.checkout import CHECKOUT, DOCS
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-CHECKOUT = DOCS.parent
 PAGE = (DOCS / "deploy.md").read_text(encoding="utf-8")
 COMMANDS = sorted(set(re.findall(r"`(dllm serve [^`]+)`", PAGE)))
 assert COMMANDS

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-CHECKOUT = Path(__file__).resolve().parents[2]
-DOCS = CHECKOUT / "docs"
+from tests.support.checkout import CHECKOUT, DOCS
+
 PAGES = [
     *sorted(CHECKOUT.glob("*.md")),
     *sorted(DOCS.glob("*.md")),

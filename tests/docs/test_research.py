@@ -14,11 +14,12 @@ import pytest
 
 from dllm_engine import DiffusionParams
 from dllm_engine.cache_methods import CACHE_METHODS
+from tests.support.checkout import DOCS
 from tests.support.engines import assert_nothing_left, generate
 from tests.support.environments import NEEDS, install, new_environment
 from tests.support.server import Server
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "research.md"
+PAGE = DOCS / "research.md"
 BLOCKS = re.findall(
     r"(?:`(src/\S+\.py)`:\n\n)?^```(\w+)\n(.*?)^```$",
     PAGE.read_text(encoding="utf-8"),

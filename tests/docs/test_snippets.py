@@ -13,15 +13,14 @@ import subprocess
 import sys
 import urllib.request
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 from vllm.utils.network_utils import get_open_port
 
+from tests.support.checkout import CHECKOUT
 from tests.support.preloaded import preloaded_programs, wait_until
 from tests.support.server import is_healthy
 
-CHECKOUT = Path(__file__).resolve().parents[2]
 PAGES = [
     "README.md",
     "CONTRIBUTING.md",

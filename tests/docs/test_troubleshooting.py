@@ -12,9 +12,8 @@ import yaml
 
 from dllm_engine.vllm_hooks.metrics import METRICS, PREFIX
 from dllm_engine.vllm_hooks.server.open_requests import HTTP_ERRORS
+from tests.support.checkout import CHECKOUT, DOCS
 
-CHECKOUT = Path(__file__).resolve().parents[2]
-DOCS = CHECKOUT / "docs"
 PAGE = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
 QUOTED = sorted(
     {each for each in re.findall(r"`([^`]+)`", PAGE) if each.count(" ") > 2}

@@ -8,8 +8,8 @@ import pytest
 
 from dllm_engine.demo import model_path
 from tests.evaluation.test_likelihood import plain_bound
+from tests.support.checkout import CHECKOUT
 
-CHECKOUT = Path(__file__).resolve().parents[2]
 TASKS = Path("examples") / "lm_eval"
 PROMPT = "User: Tom=48. Ida=07. Give: Ida\nBot:"
 

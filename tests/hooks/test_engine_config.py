@@ -228,15 +228,10 @@ def test_an_override_of_neutral_values_is_none(configured):
 
 
 def test_an_engine_of_such_a_file_answers_and_says_once_what_it_leaves_out(
-    folder, monkeypatch
+    folder, lines_of
 ):
     (folder / "generation_config.json").write_text(json.dumps(QWEN))
-    warnings = []
-    monkeypatch.setattr(
-        engine_config.logger,
-        "warning",
-        lambda text, *given: warnings.append(text % given),
-    )
+    warnings = lines_of(engine_config.logger, "warning")
     llm = start_engine(folder)
     (warning,) = [text for text in warnings if "left out" in text]
     assert "repetition_penalty=1.05, min_p=0.05" in warning

@@ -4,7 +4,6 @@ name metrics that exist.
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +12,10 @@ from dllm_engine import DiffusionParams
 from dllm_engine.vllm_hooks.metrics import METRICS, PREFIX
 from dllm_engine.vllm_hooks.server.open_requests import HTTP_ERRORS
 from dllm_engine.vllm_hooks.server.stop import ServerStopping
+from tests.support.checkout import DOCS
 from tests.support.engines import generate
 from tests.support.http_app import app_client
 
-DOCS = Path(__file__).parents[2] / "docs"
 PROMPTS = [list(range(1, 40)), [5, 6, 7], list(range(3, 90))]
 
 

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
-from pathlib import Path
 
 import pytest
 import vllm
@@ -19,8 +18,7 @@ from dllm_engine.vllm_hooks.release import (
     IncompatibleVLLMError,
     check_release,
 )
-
-CHECKOUT = Path(__file__).parents[2]
+from tests.support.checkout import CHECKOUT
 
 
 @pytest.fixture(params=["0.31.2", "0.34.0"])
@@ -30,12 +28,8 @@ def other_release(request, monkeypatch):
 
 
 @pytest.fixture
-def warnings(monkeypatch):
-    given = []
-    monkeypatch.setattr(
-        plugin.logger, "warning", lambda text, error: given.append(text % error)
-    )
-    return given
+def warnings(lines_of):
+    return lines_of(plugin.logger, "warning")
 
 
 @pytest.mark.parametrize(

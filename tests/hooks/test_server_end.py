@@ -243,10 +243,7 @@ def test_who_reads_the_address_in_the_log_may_connect(monkeypatch, tmp_path):
         ("/read", None),
     ],
 )
-def test_the_log_says_why_a_client_is_refused(monkeypatch, route, line):
-    lines = []
-    monkeypatch.setattr(
-        open_requests.logger, "info", lambda text, *args: lines.append(text % args)
-    )
+def test_the_log_says_why_a_client_is_refused(lines_of, route, line):
+    lines = lines_of(open_requests.logger, "info")
     answers([route], ServerStopping() if line is None else None)
     assert lines == ([] if line is None else [line])

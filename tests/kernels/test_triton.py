@@ -5,7 +5,6 @@ a GPU where there is none.
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -30,6 +29,7 @@ from tests.kernels.checks import (
     error,
     runs_triton,
 )
+from tests.support.checkout import CHECKOUT
 
 KERNEL_CASES = cases.BY_HEADS | cases.OTHERS
 SHARED_MEMORY = {90: 227 << 10, 86: 99 << 10}
@@ -205,7 +205,7 @@ def test_kernels_in_the_interpreter():
             __file__,
         ],
         env=os.environ | {"TRITON_INTERPRET": "1"},
-        cwd=Path(__file__).parents[2],
+        cwd=CHECKOUT,
         capture_output=True,
         text=True,
     )

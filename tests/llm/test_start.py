@@ -211,14 +211,9 @@ def test_vllm_counts_the_pages_of_a_whole_request(engines, tiny_llada):
     ids=["none", "sparse"],
 )
 def test_one_line_says_which_method_and_pages_are_in_use(
-    nothing_asked_for, monkeypatch, tiny_llada, settings, message
+    nothing_asked_for, lines_of, tiny_llada, settings, message
 ):
-    lines = []
-    monkeypatch.setattr(
-        diffusion_scheduler.logger,
-        "info",
-        lambda text, *args: lines.append(text % args),
-    )
+    lines = lines_of(diffusion_scheduler.logger, "info")
     start_engine(
         tiny_llada, max_model_len=128, kv_cache_memory_bytes=1 << 20, **settings
     )

@@ -80,7 +80,7 @@ def llm(trained, tiny_llada):
     trained.llm_engine.abort_request(
         list(trained.llm_engine.output_processor.request_states), internal=True
     )
-    trained.collective_rpc("reload_weights", kwargs={"weights_path": str(tiny_llada)})
+    reload(trained, tiny_llada)
     assert_nothing_left(trained)
 
 
@@ -114,6 +114,10 @@ def error_of_request(llm):
     return output.outputs[0].diffusion.error
 
 
+def reload(llm, folder):
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+
+
 def send(llm, message, tensors):
     STATED[message] = tensors
     llm.update_weights({"update_info": {"message": message}})
@@ -140,13 +144,11 @@ def test_new_weights_read_no_pages_of_the_old_ones(engines, tiny_sdar, tmp_path)
         for model in (tiny_sdar, other)
     ]
     assert expected[0] != expected[1]
-    changing.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
+    reload(changing, other)
     try:
         assert tokens_of(changing, prompt, gen_length=8) == expected[1]
     finally:
-        changing.collective_rpc(
-            "reload_weights", kwargs={"weights_path": str(tiny_sdar)}
-        )
+        reload(changing, tiny_sdar)
 
 
 @pytest.mark.parametrize(
@@ -183,9 +185,9 @@ def test_weights_that_are_incomplete_answer_nothing(llm, tmp_path, tiny_llada, a
         "llada", tmp_path, edit=lambda t: t.pop("model.transformer.ln_f.weight")
     )
     with pytest.raises(ValueError, match="lacks 1 tensors"):
-        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(broken)})
+        reload(llm, broken)
     assert "weights are incomplete since reload_weights" in error_of_request(llm)
-    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(tiny_llada)})
+    reload(llm, tiny_llada)
     assert tokens_of(llm, PROMPT, **SETTINGS) == answers[0]
 
 
@@ -194,10 +196,10 @@ def test_a_folder_that_is_not_there_or_has_no_weights_changes_nothing(
 ):
     for folder, message in (
         ("/nowhere", "does not exist"),
-        (str(tmp_path), "holds no"),
+        (tmp_path, "holds no"),
     ):
         with pytest.raises(ValueError, match=message):
-            llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+            reload(llm, folder)
     assert tokens_of(llm, PROMPT, **SETTINGS) == answers[0]
 
 

@@ -101,14 +101,9 @@ def test_intervals_of_dllm_cache_are_the_papers_for_each_model(name, expected):
     ("model", "expected"), [("llada-tiny-a", (50, 7)), ("dream-tiny-a", (50, 2))]
 )
 def test_an_engine_starts_with_the_papers_settings(
-    engines, reference_checkpoints, monkeypatch, model, expected
+    engines, reference_checkpoints, lines_of, model, expected
 ):
-    told: list[str] = []
-    monkeypatch.setattr(
-        engine_config.logger,
-        "warning_once",
-        lambda text, *values: told.append(text % values),
-    )
+    told = lines_of(engine_config.logger, "warning_once")
     settings = {"page_size": 8, "max_model_len": 95, "cache_method": "dllm_cache"}
     llm = engines(reference_checkpoints / model, **settings)
     (line,) = told

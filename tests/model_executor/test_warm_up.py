@@ -149,15 +149,12 @@ class Failing(FakeGraphs):
     ids=["fails", "forward", "filling"],
 )
 def test_recordings_that_fail_or_differ_are_not_used(
-    engine, warmed, monkeypatch, recorder, said
+    engine, warmed, lines_of, recorder, said
 ):
     prompts = [[5] * 40, [6] * 3]
     params = DiffusionParams(gen_length=24, block_length=8, ignore_eos=True)
     expected = responses(engine("sparse"), prompts, params)
-    warnings = []
-    monkeypatch.setattr(
-        warm_up.logger, "warning", lambda text, *args: warnings.append(text % args)
-    )
+    warnings = lines_of(warm_up.logger, "warning")
     llm = warmed("sparse", recorder)
     (warning,) = warnings
     assert re.search(said, warning), warning

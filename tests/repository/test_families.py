@@ -1,13 +1,12 @@
 """A model family is a row of the table: other code knows no family by its name."""
 
 import re
-from pathlib import Path
 
 from dllm_engine.families import FAMILIES
 from dllm_engine.model_name import own_name
 from tests.support import tiny_checkpoints
+from tests.support.checkout import CHECKOUT
 
-CHECKOUT = Path(__file__).resolve().parents[2]
 FOLDERS = ("dllm_engine", "model_executor", "scheduler", "kernels")
 FORMATS = (".py", ".toml", ".html", ".js")
 MAY_NAME = {

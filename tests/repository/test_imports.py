@@ -17,8 +17,8 @@ from symtable import symtable
 import pytest
 
 from dllm_engine.vllm_hooks.release import is_installed
+from tests.support.checkout import CHECKOUT
 
-CHECKOUT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))[
     "project"
 ]

@@ -10,9 +10,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.editors.test_routes import BODIES
-from tests.serving.test_load import LEFT, TIMEOUT_S
-from tests.support.preloaded import wait_until
-from tests.support.server import DEMO_SERVER, scrape
+from tests.serving.test_load import wait_until_idle
+from tests.support.server import DEMO_SERVER
 
 pytestmark = pytest.mark.slow
 
@@ -53,4 +52,4 @@ def test_keystrokes_that_cancel_leave_nothing_behind(servers):
                     await asyncio.wait_for(post, 0.003 * number)
 
     asyncio.run(type_on())
-    wait_until(lambda: not any(scrape(url)[f"vllm:{name}"] for name in LEFT), TIMEOUT_S)
+    wait_until_idle(url)

@@ -31,8 +31,14 @@ LEFT = (
     "num_requests_waiting",
 )
 """What is 0 on ``/metrics`` where nothing is left."""
+
+
 Answer = dict[int, tuple[str, str | None]]
 """Text and reason of the end, by the number of the choice."""
+
+
+def wait_until_idle(url: str) -> None:
+    wait_until(lambda: not any(scrape(url)[f"vllm:{name}"] for name in LEFT), TIMEOUT_S)
 
 
 @dataclass(frozen=True)
@@ -136,4 +142,4 @@ def test_answers_under_load_are_those_given_alone(servers):
                     assert number in leaving or got == alone[number], asks[number]
 
     asyncio.run(run())
-    wait_until(lambda: not any(scrape(url)[f"vllm:{name}"] for name in LEFT), TIMEOUT_S)
+    wait_until_idle(url)

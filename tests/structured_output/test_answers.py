@@ -46,6 +46,9 @@ def is_person(text):
     )
 
 
+whole_and_streamed = pytest.mark.parametrize(
+    "stream", [False, True], ids=["whole", "streamed"]
+)
 ASKED = {
     "regex": ({"regex": REGEX}, re.compile(REGEX).fullmatch),
     "choice": ({"choice": CHOICES}, CHOICES.__contains__),
@@ -140,7 +143,7 @@ def chunks_of(events):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@whole_and_streamed
 def test_bad_requests_are_answered_with_400(openai, demo, fields, message, stream):
     with pytest.raises(BadRequestError, match=message):
         openai.chat.completions.create(
@@ -170,7 +173,7 @@ ROUTES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@whole_and_streamed
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_stream_begins_when_its_automaton_is_built(demo, route, stream):
     """What is wrong with the expression or schema is known then, and answered with a
@@ -190,7 +193,7 @@ def test_a_stream_begins_when_its_automaton_is_built(demo, route, stream):
     )
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@whole_and_streamed
 def test_a_full_queue_of_builds_is_answered_with_503(client, monkeypatch, stream):
     monkeypatch.setattr(automata, "_cache", automata._Cache())
     monkeypatch.setattr(automata, "MOST_WAITING", -automata._AT_ONCE)

@@ -22,6 +22,7 @@ from tests.structured_output.test_answers import (
     TOOLS,
     chunks_of,
     is_person,
+    whole_and_streamed,
 )
 from tests.support.engines import matching
 from tests.support.http_app import choices_of
@@ -54,7 +55,7 @@ def posted(client, path, **body):
     return answer
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@whole_and_streamed
 @pytest.mark.parametrize(
     ("form", "path"), list(zip(FORMS, cycle(["completions", "chat/completions"])))
 )
@@ -74,7 +75,7 @@ def test_completions_and_chats(client, form, path, stream):
         assert [choice["finish_reason"] for choice in choices] == ["stop"] * 2
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@whole_and_streamed
 @pytest.mark.parametrize(
     ("named", "reason"),
     [(False, "tool_calls"), (True, "stop")],
@@ -117,7 +118,7 @@ def test_calls(openai, named, reason, stream):
             )
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@whole_and_streamed
 def test_responses(openai, stream):
     schema = {"format": {"type": "json_schema", "name": "person", "schema": SCHEMA}}
 
@@ -132,7 +133,7 @@ def test_responses(openai, stream):
     assert is_person(answer.output_text)
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@whole_and_streamed
 @pytest.mark.parametrize(
     ("body", "reason"),
     [

@@ -35,6 +35,7 @@ from tests.structured_output.test_answers import (
     TOOLS,
     chunks_of,
     is_person,
+    whole_and_streamed,
 )
 from tests.support.automaton_walks import walk
 from tests.support.byte_level_tokenizers import TALE, train_tokenizer
@@ -354,7 +355,7 @@ def test_reasoning_that_the_prompt_leaves_open_comes_first(spelling, prompt):
 
 
 @pytest.mark.parametrize("turn", ENDED)
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@whole_and_streamed
 @pytest.mark.parametrize("regex", ["[0-9]{2}", None])
 def test_a_continued_turn_that_has_ended_its_reasoning_has_none(
     reasoning_client, turn, stream, regex
@@ -448,7 +449,7 @@ def test_a_budget_that_is_not_used_up_changes_nothing(spelling, regex):
     assert len(texts) == 1
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@whole_and_streamed
 def test_budgets_of_chats(reasoning_client, llm, stream):
     body = {
         "model": "m",

@@ -13,6 +13,7 @@ from dllm_engine import DiffusionParams
 from dllm_engine.demo import model_path
 from dllm_engine.request_options.sampling_params import ResponseLimit
 from dllm_engine.structured_output.tool_calls import parser_for, serve_tool_calls
+from tests.structured_output.test_answers import whole_and_streamed
 from tests.support.http_app import choices_of, refusal, served
 
 QUESTION = "Tom=48. Ida=07. Give: Tom"
@@ -78,7 +79,7 @@ def test_a_stream_brings_the_text_of_an_answer_without_a_call(client):
     assert choice["content"].startswith(" Tom=48")
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@whole_and_streamed
 def test_a_default_length_grows_to_what_a_call_that_must_be_made_needs(client, stream):
     """The checkpoint's default of 32 tokens is too short for any call."""
     body = {"model": "demo", "tool_choice": "required", "stream": stream} | CHAT
@@ -135,7 +136,7 @@ def test_a_default_length_does_not_grow_above_the_context_and_the_servers_limit(
 
 
 @pytest.mark.parametrize("max_tokens", [1024, 4096, 16384])
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@whole_and_streamed
 def test_a_length_of_messages_is_the_most_that_fits(client, max_tokens, stream):
     body = {"model": "demo", "stream": stream} | MESSAGE | {"max_tokens": max_tokens}
     answer = client.post("/v1/messages", json=body)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support import tiny_checkpoints
+from tests.support.checkout import REFERENCE
 from tests.support.engines import EngineFactory, freeze_imports
 from tests.support.http_app import openai_client, served
 from tests.support.server import ServerFactory
@@ -65,7 +66,7 @@ def own_signal_handlers() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def reference_checkpoints() -> Path:
-    return Path(__file__).parents[1] / "reference" / "checkpoints"
+    return REFERENCE / "checkpoints"
 
 
 @pytest.fixture
@@ -78,6 +79,22 @@ def checkpoint_of(request: pytest.FixtureRequest, reference_checkpoints: Path) -
         if "_" in model
         else reference_checkpoints / model
     )
+
+
+@pytest.fixture
+def lines_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``lines_of(logger, level)``: the lines that a logger gets at a level from now
+    on.
+    """
+
+    def lines_of(logger: Any, level: str) -> list[str]:
+        lines: list[str] = []
+        monkeypatch.setattr(
+            logger, level, lambda text, *values: lines.append(text % values)
+        )
+        return lines
+
+    return lines_of
 
 
 def checkpoint(family: str, **config: Any) -> Any:

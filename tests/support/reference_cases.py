@@ -9,13 +9,12 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from tests.oracles.decoding import Decoding
 from tests.support.answers import Answer
+from tests.support.checkout import REFERENCE
 
-REFERENCE = Path(__file__).parents[1] / "reference"
 Case = dict[str, Any]
 
 KINDS = (
