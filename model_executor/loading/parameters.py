@@ -58,7 +58,6 @@ def fill_parameters(
     parameters. Raises ``ValueError`` naming a tensor that is unknown, missing (vLLM
     checks only norms) or of a wrong shape."""
     parameters = dict(model.named_parameters())
-    model_name = type(model).__name__
     in_layer = _modules_in_layer(model)
     filled: set[tuple[str, Shard]] = set()
     tied: list[Tensor] = []
@@ -88,7 +87,7 @@ def fill_parameters(
                 )
             continue
         if name not in parameters:
-            raise TensorError(tensor_name, f"has no place in {model_name}")
+            raise TensorError(tensor_name, f"has no place in {type(model).__name__}")
         parameter = parameters[name]
         if model.experts is not None and isinstance(shard, tuple):
             sizes = model.experts.intermediate_size, model.config.hidden_size
@@ -102,6 +101,18 @@ def fill_parameters(
                 tensor_name, f"of shape {shape} does not fit {name}: {cut(reason)}"
             ) from error
         filled.add((name, shard))
+    if not model.takes_parts:
+        _check_complete(model, in_layer, parameters, filled)
+    return {name for name, _ in filled}
+
+
+def _check_complete(
+    model: FillableModel,
+    in_layer: NamedModules,
+    parameters: Iterable[str],
+    filled: set[tuple[str, Shard]],
+) -> None:
+    """Raise ``ValueError`` naming a parameter, or a shard, that no tensor has filled."""
     # No tensor fills the others: GPTQ's consecutive groups, the zero biases that vLLM
     # gives experts in GPTQ's format, and a tied head, which vLLM makes a separate
     # parameter while it reloads weights.
@@ -117,12 +128,11 @@ def fill_parameters(
     missing = sorted(
         name if shard is None else f"{name}[{shard}]" for name, shard in wanted - filled
     )
-    if missing and not model.takes_parts:
+    if missing:
         raise ValueError(
-            f"the checkpoint lacks {len(missing)} tensors of {model_name}, the first "
-            f"for {missing[0]}; is a safetensors shard missing?"
+            f"the checkpoint lacks {len(missing)} tensors of {type(model).__name__}, "
+            f"the first for {missing[0]}; is a safetensors shard missing?"
         )
-    return {name for name, _ in filled}
 
 
 def _load(parameter: Tensor, name: str, shard: Shard, tensor: Tensor) -> None:

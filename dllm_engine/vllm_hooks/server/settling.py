@@ -59,23 +59,7 @@ async def settled_fields(
     if serving is None:  # Otherwise vLLM does not answer the route.
         return fields
     check_place(fields.keys() - request_class.model_fields.keys())
-    if not isinstance(fields.get("vllm_xargs") or {}, dict):
-        raise InvalidRequestError(
-            "vllm_xargs is not an object; give request options in it"
-        )
-    messages = fields.get("messages", [])
-    if route == CHATS and not isinstance(messages, list):
-        raise InvalidRequestError(
-            f"messages is {shortened(messages)}; give a list of messages"
-        )
-    _check_num_responses(fields)
-    for name in ("stream", "tools"):
-        # vLLM would return the last part only.
-        if route == BATCH and fields.get(name):
-            raise InvalidRequestError(
-                f"{name} is not supported for a batch of chats; send one request for "
-                f"each"
-            )
+    _check_fields(fields, route)
     if route == RESPONSES:
         # vLLM checks its response, which repeats these fields and must not have null
         # there.
@@ -107,11 +91,40 @@ async def settled_fields(
         if value is not before.get(name)
     }
     fields = fields | changed if changed else fields
-    if route == MESSAGES and isinstance(length := fields.get("max_tokens"), int):
-        longest = state.vllm_config.model_config.max_model_len
-        fields = {**fields, "max_tokens": min(length, longest)}
-    if route != MESSAGES:
-        fields = _without_limit(fields, state, current_request)
+    return _with_length(fields, route, state, current_request)
+
+
+def _check_fields(fields: dict[str, Any], route: str) -> None:
+    """Refuse what vLLM would answer without a word about it, or not at all."""
+    if not isinstance(fields.get("vllm_xargs") or {}, dict):
+        raise InvalidRequestError(
+            "vllm_xargs is not an object; give request options in it"
+        )
+    messages = fields.get("messages", [])
+    if route == CHATS and not isinstance(messages, list):
+        raise InvalidRequestError(
+            f"messages is {shortened(messages)}; give a list of messages"
+        )
+    _check_num_responses(fields)
+    for name in ("stream", "tools"):
+        # vLLM would return the last part only.
+        if route == BATCH and fields.get(name):
+            raise InvalidRequestError(
+                f"{name} is not supported for a batch of chats; send one request for "
+                f"each"
+            )
+
+
+def _with_length(
+    fields: dict[str, Any], route: str, state: Any, current_request: OpenRequest
+) -> dict[str, Any]:
+    """The fields with a length that vLLM takes as it is meant."""
+    if route == MESSAGES:
+        if isinstance(length := fields.get("max_tokens"), int):
+            longest = state.vllm_config.model_config.max_model_len
+            fields = {**fields, "max_tokens": min(length, longest)}
+        return fields
+    fields = _without_limit(fields, state, current_request)
     if route == COMPLETIONS and fields.get("max_tokens") is None:
         # vLLM takes OpenAI's default of 16, which is not ours.
         current_request.leaves_length_open = True
