@@ -108,20 +108,31 @@ class EarlySkipPass(LayerPass):
     """
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
-        options = ESDLLMOptions.of(batch.canvases[0].spec)
-        self.batch, self.pages, self.options = batch, pages, options
-        device, plans, sizes = batch.device, batch.plans, batch.sizes
+        self.options = ESDLLMOptions.of(batch.canvases[0].spec)
+        self.batch, self.pages = batch, pages
+        self.num_layers = pages.geometry.num_layers
         self.shift = int(batch.canvases[0].layout.shifts_logits)
         for canvas in batch.canvases:
             if canvas.own is None:
-                canvas.own = Confidences(
-                    torch.zeros(canvas.layout.canvas_length + 1, device=device)
-                )
-
-        self.tables = TokenTables(batch, pages)
-        self.num_layers = pages.geometry.num_layers
-        self.steps: list[EarlySkipStep] = [plan.own for plan in plans]
+                size = canvas.layout.canvas_length + 1
+                canvas.own = Confidences(torch.zeros(size, device=batch.device))
+        self.steps: list[EarlySkipStep] = [plan.own for plan in batch.plans]
         self.reading = [step.copying is RetainedCopy.READ for step in self.steps]
+        self.skips = [step.skips for step in self.steps]
+        self._set_tables()
+        self._set_stages()
+        if any(self.skips):
+            self._set_scores()
+        self.drops_rows = any(self.skips) and bool(self.cuts)
+        if not self.copied and all(map(self._repeats, range(len(self.steps)))):
+            self.repeats = (
+                Repeats.AFTER_FOLLOW if any(self.skips) else Repeats.SAME_WORK
+            )
+
+    def _set_tables(self) -> None:
+        """Set the tables of pages, and what steps with eviction copy."""
+        batch, pages, options = self.batch, self.pages, self.options
+        self.tables = TokenTables(batch, pages)
         self.copied = {
             i: self._outside_window(i)
             for i, step in enumerate(self.steps)
@@ -136,8 +147,19 @@ class EarlySkipPass(LayerPass):
         if options.evicts:
             self.copies = TokenTables(batch, pages, COPY_PAGES)
             self.copy_tokens = self._copy_tokens()
+        self.features: FeatureTables | None = None
+        """Remembered values of rows; None if keys or values are compared."""
+        if options.keeps_features and options.cuts(self.num_layers):
+            predicting = [
+                Span(*(end - self.shift for end in canvas.layout.response_span))
+                for canvas in batch.canvases
+            ]
+            width = options.feature_width(pages.geometry)
+            self.features = FeatureTables(batch, pages, predicting, width)
 
-        self.skips = [step.skips for step in self.steps]
+    def _set_stages(self) -> None:
+        """Set the rows of each layer, and the choices of rows between them."""
+        batch = self.batch
         lengths = [canvas.layout.canvas_length for canvas in batch.canvases]
         alone = [
             whole and not reads and not skips
@@ -145,11 +167,11 @@ class EarlySkipPass(LayerPass):
                 batch.computes_all(lengths), self.reading, self.skips, strict=True
             )
         ]
-        self.stages = [SplitRows(sizes, alone, device)]
+        self.stages = [SplitRows(batch.sizes, alone, batch.device)]
         """Rows of the layers between two cuts: one more entry than cuts."""
         self.cuts: dict[int, RowChoice] = {}
         """Choice of the rows that go on, by layer."""
-        for layer, fraction in options.cuts(self.num_layers).items():
+        for layer, fraction in self.options.cuts(self.num_layers).items():
             rows = [Span(*bounds) for bounds in pairwise(self.stages[-1].bounds)]
             whole = [*rows]
             kept: list[int | None] = [None] * len(rows)
@@ -157,34 +179,26 @@ class EarlySkipPass(LayerPass):
                 if self.skips[i]:
                     whole[i] = Span(0, 0)
                     kept[i] = self._num_kept(i, fraction, span.size)
-            self.cuts[layer] = RowChoice(whole, rows, kept, device)
-            self.stages.append(SplitRows(self.cuts[layer].sizes, alone, device))
-        if any(self.skips):
-            predicted = batch.host_positions + self.shift
-            firsts = predicted[batch.bounds[:-1]]
-            self.scores = [
-                c.own.last[a : a + n]
-                for c, a, n in zip(batch.canvases, firsts, sizes, strict=True)
-            ]
-            """Views of the requests' confidences, for the positions that their rows
-            predict, which are neighbours.
-            """
-            self.predicted, masked, filled = self._rows_that_skip(predicted)
-            self._set_importance(masked, filled)
-        self.drops_rows = any(self.skips) and bool(self.cuts)
-        if not self.copied and all(self._repeats(i) for i in range(len(plans))):
-            self.repeats = (
-                Repeats.AFTER_FOLLOW if any(self.skips) else Repeats.SAME_WORK
+            self.cuts[layer] = RowChoice(whole, rows, kept, batch.device)
+            sizes = self.cuts[layer].sizes
+            self.stages.append(SplitRows(sizes, alone, batch.device))
+
+    def _set_scores(self) -> None:
+        """Set what decides which rows stay."""
+        batch = self.batch
+        predicted = batch.host_positions + self.shift
+        firsts = predicted[batch.bounds[:-1]]
+        self.scores = [
+            canvas.own.last[first : first + size]
+            for canvas, first, size in zip(
+                batch.canvases, firsts, batch.sizes, strict=True
             )
-        self.features: FeatureTables | None = None
-        """Remembered values of rows; None if keys or values are compared."""
-        if options.keeps_features and self.cuts:
-            predicting = [
-                Span(*(end - self.shift for end in c.layout.response_span))
-                for c in batch.canvases
-            ]
-            width = options.feature_width(pages.geometry)
-            self.features = FeatureTables(batch, pages, predicting, width)
+        ]
+        """Views of the requests' confidences, for the positions that their rows
+        predict, which are neighbours.
+        """
+        self.predicted, masked, filled = self._rows_that_skip(predicted)
+        self._set_importance(masked, filled)
 
     def _least_kept(self, index: int, num_unmasked: int) -> int:
         """The fewest rows that a request keeps after a step that filled
