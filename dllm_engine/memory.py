@@ -21,7 +21,7 @@ from dllm_engine.cache_methods import methods_for
 from dllm_engine.cache_methods.page_demand import PageDemand
 from dllm_engine.checkpoints import load_config
 from dllm_engine.decoding.option_types import Positive
-from dllm_engine.decoding.page_layout import PageKind, PoolGeometry
+from dllm_engine.decoding.page_layout import PageKind
 from dllm_engine.demo import model_path
 from dllm_engine.families import ModelFamily
 from dllm_engine.model_bytes import (
