@@ -14,7 +14,7 @@ from dllm_engine.decoding.option_types import Positive, Share
 from dllm_engine.decoding.page_layout import PoolGeometry
 from dllm_engine.decoding.progress import Progress
 from dllm_engine.decoding.spec import CacheOptions, DecodingSpec
-from dllm_engine.decoding.step_plan import RefreshState, Scope, StepPlan
+from dllm_engine.decoding.step_plan import Scope, StepPlan
 
 
 class AdaptiveOptions(CacheOptions):
@@ -92,8 +92,7 @@ def plan_adaptive(spec: DecodingSpec, progress: Progress) -> StepPlan:
         (False, True): Scope.RESPONSE,
         (False, False): Scope.ACTIVE,
     }[prompt_due, response_due]
-    state = RefreshState.REUSE if scope is Scope.ACTIVE else RefreshState.UPDATE
-    plan = plan_on_canvas(spec, progress, state, scope, span)
+    plan = plan_on_canvas(spec, progress, scope, span)
     if response_due or options.update_ratio == 0:
         return plan
     plan.own = AdaptiveStep(

@@ -189,13 +189,17 @@ def plan_behind_prefix(
 def plan_on_canvas(
     spec: DecodingSpec,
     progress: Progress,
-    state: RefreshState,
     scope: Scope,
     span: Span,
     *,
+    state: RefreshState | None = None,
     window_alone: bool = False,
 ) -> StepPlan:
-    """Plan a step of a method that keeps every position as it was last computed."""
+    """Plan a step of a method that keeps every position as it was last computed.
+    ``state``: by default, steps on ACTIVE positions REUSE, and others UPDATE.
+    """
+    if state is None:
+        state = RefreshState.REUSE if scope is Scope.ACTIVE else RefreshState.UPDATE
     kept = spec.layout.visible(progress.window(spec))
     work = StepWork(state, scope, span, read=fast_pass_span(progress, kept).stop)
     plan = step_plan(spec, progress, work, window_alone=window_alone)

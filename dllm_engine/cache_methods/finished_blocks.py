@@ -74,6 +74,13 @@ def shorten(plan: StepPlan, spec: DecodingSpec, max_rows: int) -> StepPlan | Non
     )
 
 
+def through_block(spec: DecodingSpec, running: Blocks) -> int:
+    """Tokens up to the end of the running block, for methods that also keep its rows as
+    they were last computed.
+    """
+    return spec.layout.from_block_start(spec.layout.span_of(running)).stop
+
+
 def tokens_kept(spec: DecodingSpec, running: Blocks) -> int:
     """The most tokens that pages hold while a block runs: the tokens before it, and
     with token editing also its own tokens, unless it is the last block. In a round of

@@ -5,7 +5,12 @@ kept, and are exact.
 from dataclasses import dataclass
 
 from dllm_engine.cache_methods.base import CacheMethod, hold_tokens
-from dllm_engine.cache_methods.finished_blocks import plan_blocks, shorten, tokens_kept
+from dllm_engine.cache_methods.finished_blocks import (
+    plan_blocks,
+    shorten,
+    through_block,
+    tokens_kept,
+)
 from dllm_engine.decoding.canvas_layout import Blocks
 from dllm_engine.decoding.progress import Progress
 from dllm_engine.decoding.spec import DecodingSpec, DraftingOptions
@@ -64,9 +69,9 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
 
 
 def _tokens_kept(spec: DecodingSpec, running: Blocks) -> int:
-    if not BlockOptions.of(spec).sub_block_cache:
-        return tokens_kept(spec, running)
-    return spec.layout.from_block_start(spec.layout.span_of(running)).stop
+    if BlockOptions.of(spec).sub_block_cache:
+        return through_block(spec, running)
+    return tokens_kept(spec, running)
 
 
 BLOCK = CacheMethod(

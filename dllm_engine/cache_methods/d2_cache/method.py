@@ -17,7 +17,7 @@ from dllm_engine.decoding.canvas_layout import Span
 from dllm_engine.decoding.option_types import NotNegative, Positive, Share
 from dllm_engine.decoding.progress import Progress
 from dllm_engine.decoding.spec import CacheOptions, DecodingSpec
-from dllm_engine.decoding.step_plan import RefreshState, Scope, StepPlan
+from dllm_engine.decoding.step_plan import Scope, StepPlan
 
 
 class D2CacheOptions(CacheOptions):
@@ -64,12 +64,8 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     """
     options = D2CacheOptions.of(spec)
     whole = progress.num_forwards == 0
-    state, scope = (
-        (RefreshState.UPDATE, Scope.ALL)
-        if whole
-        else (RefreshState.REUSE, Scope.ACTIVE)
-    )
-    plan = plan_on_canvas(spec, progress, state, scope, spec.layout.canvas_span)
+    scope = Scope.ALL if whole else Scope.ACTIVE
+    plan = plan_on_canvas(spec, progress, scope, spec.layout.canvas_span)
     # Rows are chosen from the whole canvas, even if a pass fills only a span.
     plan.span = spec.layout.canvas_span
     plan.max_rows = spec.layout.canvas_length

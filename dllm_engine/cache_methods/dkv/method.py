@@ -14,7 +14,7 @@ from dllm_engine.decoding.spec import (
     PaperSettings,
     TunedValues,
 )
-from dllm_engine.decoding.step_plan import RefreshState, Scope, StepPlan
+from dllm_engine.decoding.step_plan import Scope, StepPlan
 
 
 class DKVOptions(CacheOptions):
@@ -52,12 +52,8 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     whole = progress.step % options.refresh_interval == 0 or (
         progress.step == 1 and not spec.layout.shifts_logits
     )
-    state, scope = (
-        (RefreshState.UPDATE, Scope.ALL)
-        if whole
-        else (RefreshState.REUSE, Scope.ACTIVE)
-    )
-    plan = plan_on_canvas(spec, progress, state, scope, spec.layout.canvas_span)
+    scope = Scope.ALL if whole else Scope.ACTIVE
+    plan = plan_on_canvas(spec, progress, scope, spec.layout.canvas_span)
     if whole:
         return plan
     # When the window began, at most the window and everything behind it was masked.

@@ -52,7 +52,7 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
         )
         start = max(window.start - options.near_tokens, progress.num_shared)
         span = Span(start, min(stop, visible.stop))
-    return plan_on_canvas(spec, progress, state, scope, span, window_alone=True)
+    return plan_on_canvas(spec, progress, scope, span, state=state, window_alone=True)
 
 
 def retain_all(

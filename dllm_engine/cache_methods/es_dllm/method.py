@@ -163,17 +163,13 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     rows = spec.layout.predicting_span(progress.running)
     skips = from_last_unmasked = False
     if progress.num_forwards == 0 or (progress.step == 0 and not options.skips):
-        plan = plan_on_canvas(
-            spec, progress, RefreshState.UPDATE, Scope.ALL, spec.layout.canvas_span
-        )
+        plan = plan_on_canvas(spec, progress, Scope.ALL, spec.layout.canvas_span)
     elif prompt_due:
-        plan = plan_on_canvas(
-            spec, progress, RefreshState.UPDATE, Scope.PROMPT, Span(0, rows.stop)
-        )
+        plan = plan_on_canvas(spec, progress, Scope.PROMPT, Span(0, rows.stop))
     else:
         whole = window_due or copying is RetainedCopy.WRITE
         state = RefreshState.UPDATE if whole else RefreshState.REUSE
-        plan = plan_on_canvas(spec, progress, state, Scope.ACTIVE, rows)
+        plan = plan_on_canvas(spec, progress, Scope.ACTIVE, rows, state=state)
         skips = options.skips and not whole
         from_last_unmasked = progress.step == 0
         if from_last_unmasked:

@@ -8,8 +8,11 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from dllm_engine.cache_methods.base import CacheMethod, hold_tokens
-from dllm_engine.cache_methods.finished_blocks import plan_blocks, shorten
-from dllm_engine.decoding.canvas_layout import Blocks
+from dllm_engine.cache_methods.finished_blocks import (
+    plan_blocks,
+    shorten,
+    through_block,
+)
 from dllm_engine.decoding.progress import Progress
 from dllm_engine.decoding.spec import CacheOptions, DecodingSpec, TunedValues
 from dllm_engine.decoding.step_plan import RefreshState, StepPlan
@@ -85,16 +88,9 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     return plan
 
 
-def _through_block(spec: DecodingSpec, running: Blocks) -> int:
-    """Tokens up to the end of the running block: rows that are not fed are read as they
-    were last computed.
-    """
-    return spec.layout.from_block_start(spec.layout.span_of(running)).stop
-
-
 FOCUS = CacheMethod(
     plan,
-    hold_tokens(_through_block),
+    hold_tokens(through_block),
     FocusOptions,
     "dllm_engine.cache_methods.focus.layer_pass:FocusPass",
     attention=("block_causal",),
