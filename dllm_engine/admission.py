@@ -92,9 +92,9 @@ def _check_types(params: SamplingParams) -> None:
         if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
             raise InvalidRequestError(f"{name} is out of range: it may have 64 bits")
         classes = [
-            each
-            for each in (kind, *get_args(kind))
-            if getattr(each, "__module__", "").startswith("vllm")
+            member
+            for member in (kind, *get_args(kind))
+            if getattr(member, "__module__", "").startswith("vllm")
         ]
         try:
             if not classes:

@@ -134,11 +134,9 @@ def answer_lines(
                 request = BatchRequest.model_validate_json(line.text)
                 fields = {} if request.id is None else {"id": request.id}
                 line_params = params.clone()
-                if (
-                    line_params.seed is not None
+                if line_params.seed is not None:
                     # Equal prompts get different responses, and a resumed run makes the
                     # same responses.
-                ):
                     line_params.seed += line.index
                 running[_enqueue(llm, request, line_params, use_chat=use_chat)] = (
                     line,

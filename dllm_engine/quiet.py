@@ -124,7 +124,7 @@ def silence_alarms() -> None:
 def _set_filters(*, silent: bool) -> None:
     for name, beginnings in SILENCED.items():
         logger = logging.getLogger(name)
-        filters = [each for each in logger.filters if not isinstance(each, _Silence)]
+        filters = [kept for kept in logger.filters if not isinstance(kept, _Silence)]
         logger.filters = [*filters, _Silence(beginnings)] if silent else filters
 
 

@@ -158,8 +158,8 @@ def answers_of(method: str, **settings: Any) -> list[list[Any]]:
             for output in llm.generate(prompts, params, use_tqdm=False)
         ]
         return [
-            [list(each.token_ids), each.diffusion.unmasked_per_step]
-            for each in completions
+            [list(completion.token_ids), completion.diffusion.unmasked_per_step]
+            for completion in completions
         ]
     finally:
         llm.llm_engine.engine_core.shutdown()  # memory for the next

@@ -63,7 +63,7 @@ class Decision:
         edges = self.graph.edges
         ends = self.graph.ends.tolist()
         spellings = [text.hex() for text in self.spellings]
-        values = [None if each is None else [*each] for each in self.values]
+        values = [None if options is None else [*options] for options in self.values]
         settings = [self.top_k, self.is_json, self.beginnings]
         header = json.dumps(
             [self.names, values, spellings, *settings, ends, self.template]

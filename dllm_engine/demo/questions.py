@@ -44,7 +44,7 @@ class Asked:
             return 0 if self.answer else 1
         if isinstance(self.answer, int):
             return self.answer
-        values = [each["value"] for each in self.question["choices"]]
+        values = [choice["value"] for choice in self.question["choices"]]
         return values.index(self.answer)
 
 
@@ -76,7 +76,7 @@ def _asked_text(
     facts = _Facts(rng)
     asked = tuple(_ASK[kind](facts) for kind in rng.choices(kinds, k=together))
     sentences = facts.sentences()
-    core = " ".join([*sentences, *(each.question["instructions"] for each in asked)])
+    core = " ".join([*sentences, *(item.question["instructions"] for item in asked)])
     for sentence in filler_sentences(rng, core, filler):
         sentences.insert(rng.randint(0, len(sentences)), sentence)
     return AskedText(" ".join(sentences), asked)
@@ -108,12 +108,12 @@ class _Facts:
 
     def where(self) -> Asked:
         name, city = self.rng.choice([*self.home.items()])
-        others = [each for each in CITIES if each != city]
+        others = [other for other in CITIES if other != city]
         return self._choice(f"Where does {name} live?", city, others)
 
     def who(self) -> Asked:
         name, city = self.rng.choice([*self.home.items()])
-        others = [each for each in NAMES if self.home.get(each) != city]
+        others = [other for other in NAMES if self.home.get(other) != city]
         return self._choice(f"Who lives in {city}?", name, others)
 
     def code(self) -> Asked:
@@ -133,7 +133,7 @@ class _Facts:
     def anyone(self) -> Asked:
         cities = [*self.home.values()]
         is_so = self.rng.random() < 0.5
-        others = [each for each in CITIES if each not in cities]
+        others = [city for city in CITIES if city not in cities]
         city = self.rng.choice(cities if is_so else others)
         question = f"Does anyone live in {city}?"
         return Asked({"type": "predicate", "instructions": question}, is_so)

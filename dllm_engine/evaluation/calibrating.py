@@ -93,7 +93,7 @@ def measure(
         while len(measured) < len(questions):
             part = questions[len(measured) : len(measured) + _AT_ONCE]
             plain = _readings(asking, ask, part)
-            rotated = _readings(asking, ask, [_rotated(each) for each in part])
+            rotated = _readings(asking, ask, [_rotated(labelled) for labelled in part])
             for labelled, reading, rotated_reading in zip(
                 part, plain, rotated, strict=True
             ):
@@ -106,7 +106,7 @@ def measure(
 
 
 def _rotated_back(shares: list[list[float]]) -> list[list[float]]:
-    return [[each[-1], *each[:-1]] for each in shares]
+    return [[last, *others] for *others, last in shares]
 
 
 def _kept(path: Path, digest: str) -> list[Measured]:
@@ -125,10 +125,11 @@ def _kept(path: Path, digest: str) -> list[Measured]:
 def _readings(
     asking: Asking,
     ask: Callable[[list[Row]], Iterable[Any]],
-    labelled: Sequence[LabelledQuestion],
+    questions: Sequence[LabelledQuestion],
 ) -> list[Readings]:
     row_groups = [
-        asking.rows(each.messages, [each.question], False) for each in labelled
+        asking.rows(labelled.messages, [labelled.question], False)
+        for labelled in questions
     ]
     outputs = iter(ask([row for rows in row_groups for row in rows]))
     readings = []
@@ -184,12 +185,12 @@ def fit(
     before, after = (
         {
             name: _judged(
-                each, [questions[i] for i in group], [measured[i] for i in group]
+                corrected, [questions[i] for i in group], [measured[i] for i in group]
             )
             for name, group in groups.items()
             if group
         }
-        for each in (Calibration(), calibration)
+        for corrected in (Calibration(), calibration)
     )
     return Fitted(calibration, before, after)
 
@@ -206,7 +207,7 @@ def _judged(
         if labelled.question.kind == "choice":
             rotated = correction.applied(result.rotated)
             flipped.append(np.argmax(shares[-1]) != np.argmax(rotated))
-    scores = scores_of(shares, [each.answer for each in questions])
+    scores = scores_of(shares, [labelled.answer for labelled in questions])
     return Judged(scores, float(np.mean(flipped)) if flipped else None)
 
 
@@ -232,7 +233,7 @@ def _fitted(
 ) -> Correction:
     """The correction with its best temperature."""
     candidates = [replace(correction, temperature=float(t)) for t in _TEMPERATURES]
-    losses = [_log_loss(each, answered) for each in candidates]
+    losses = [_log_loss(candidate, answered) for candidate in candidates]
     return candidates[int(np.argmin(losses))]
 
 

@@ -130,7 +130,8 @@ def reliability(
     numbers = np.minimum(pairs[:, 0] * 10, 9).astype(int)
     bins = (pairs[numbers == number] for number in np.unique(numbers))
     return [
-        (each[:, 0].mean().item(), each[:, 1].mean().item(), len(each)) for each in bins
+        (tenth[:, 0].mean().item(), tenth[:, 1].mean().item(), len(tenth))
+        for tenth in bins
     ]
 
 
@@ -160,20 +161,20 @@ class QuestionTask(Task):
         asking = engine.llm.asking
         tokenizer = engine.llm.get_tokenizer()
         rows, requests = [], []
-        for each in self.questions:
-            rows.append(asking.rows(each.messages, [each.question], False))
+        for labelled in self.questions:
+            rows.append(asking.rows(labelled.messages, [labelled.question], False))
             for row in rows[-1]:
                 messages: list[Any] = row.messages
                 requests.append((prompt_tokens(messages, tokenizer), row.params))
         completions, _ = engine.complete(requests)
         results = iter(completions)
         shares, masses = [], []
-        for each, question_rows in zip(self.questions, rows, strict=True):
+        for labelled, question_rows in zip(self.questions, rows, strict=True):
             decisions = [next(results).diffusion.decision for _ in question_rows]
-            (answer,) = asking.answers([each.question], question_rows, decisions)
+            (answer,) = asking.answers([labelled.question], question_rows, decisions)
             shares.append(np.array(answer.probabilities))
             masses.append(answer.label_mass)
-        scores = scores_of(shares, [each.answer for each in self.questions])
+        scores = scores_of(shares, [labelled.answer for labelled in self.questions])
         details = {
             "scores": scores.right,
             "calibration_error": scores.calibration_error,

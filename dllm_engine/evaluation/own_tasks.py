@@ -269,9 +269,9 @@ class DecisionTask(Task):
 def labelled_questions(kind: str, count: int, seed: int) -> list[LabelledQuestion]:
     """``count`` questions of a kind, each about another text."""
     labelled = []
-    for each in ask(seed, count, [kind]):
-        (item,) = each.asked
-        messages = [{"role": "user", "content": each.text}]
+    for asked_text in ask(seed, count, [kind]):
+        (item,) = asked_text.asked
+        messages = [{"role": "user", "content": asked_text.text}]
         question = read_question(item.question, ["question"])
         labelled.append(LabelledQuestion(messages, question, item.option))
     return labelled

@@ -66,7 +66,7 @@ def resolve_sampling(
         top_p,
         top_k,
         token_biases=(
-            *(each for each in (barred, bias) if each.values),
+            *(biases for biases in (barred, bias) if biases.values),
             *_edge_biases(edges, layout),
         ),
     )

@@ -186,8 +186,8 @@ def byte_automaton(expression: Expression, max_states: int) -> Automaton:
         member[list(byte_set), i] = 1
     firsts, kind_of = distinct_rows(member)
     kinds = {
-        each: np.flatnonzero(column).tolist()
-        for each, column in zip(sets, member[firsts].T, strict=True)
+        byte_set: np.flatnonzero(column).tolist()
+        for byte_set, column in zip(sets, member[firsts].T, strict=True)
     }
     closure = cache(rests.closure)
     states = [closure(start)]

@@ -78,9 +78,9 @@ class DiffusionStatLogger(AggregateStatLoggerBase):
                 labelnames=["model_name", "engine", *labels],
             )
             for engine_values in self._values_per_engine.values():
-                for value in [[each] for each in spec.values] or [[]]:
+                for label_values in [[value] for value in spec.values] or [[]]:
                     # Create the series, so that it is shown from the start.
-                    metric.labels(*engine_values, *value)
+                    metric.labels(*engine_values, *label_values)
 
     def record(
         self,
@@ -121,7 +121,9 @@ def init_with_metrics(
     init(self, vllm_config, *args, **kwargs)
     if is_ours(vllm_config):
         (logger,) = (
-            each for each in self.stat_loggers if isinstance(each, PrometheusStatLogger)
+            logger
+            for logger in self.stat_loggers
+            if isinstance(logger, PrometheusStatLogger)
         )
         # Ours comes first, because it removes our counts from the stats that the others
         # read.

@@ -115,9 +115,9 @@ class DiffusionRequestOutput(RequestOutput):
                 completion.diffusion = latest.diffusion
                 completion.provisional = block = latest.provisional
                 completion.earlier_blocks = [
-                    each
-                    for each in before.get(completion.index, ())
-                    if block is None or each.window != block.window
+                    earlier
+                    for earlier in before.get(completion.index, ())
+                    if block is None or earlier.window != block.window
                 ]
 
 

@@ -56,7 +56,7 @@ def is_option(name: str, known: Iterable[str]) -> bool:
     for both after a prefix that switches it on or off.
     """
     stem = _SWITCH.sub("", name)
-    return any(_SWITCH.sub("", each).startswith(stem) for each in known)
+    return any(_SWITCH.sub("", option).startswith(stem) for option in known)
 
 
 def check_serve_options(words: Sequence[str], own_flags: Iterable[str]) -> None:

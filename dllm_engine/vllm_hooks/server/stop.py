@@ -150,7 +150,7 @@ def _tell_address(app: Any, sock: socket.socket) -> None:
     host = "localhost" if address[0] in ("0.0.0.0", "::") else address[0]
     scheme = "https" if args.ssl_certfile else "http"
     url = f"{scheme}://{host}:{address[1]}{args.root_path or ''}"
-    has_page = any(getattr(each, "path", "") == PLAYGROUND for each in app.routes)
+    has_page = any(getattr(route, "path", "") == PLAYGROUND for route in app.routes)
     page = f"; playground: {url}{PLAYGROUND}" if has_page else ""
     logger.info("The server listens on %s/v1, after %.0f s%s", url, seconds, page)
 
