@@ -10,6 +10,7 @@ from dllm_engine.decoding.progress import Progress
 from dllm_engine.decoding.spec import DecodingSpec, ParallelRule
 from dllm_engine.decoding.unmasking_policies import (
     PARALLEL_RULES,
+    SlowFastState,
     count_left,
     rounded_counts,
     timestep_count,
@@ -225,10 +226,8 @@ def unmask_quota(
     without a cache if there are several blocks). With several running blocks it fills
     this position among others.
     """
-    layout, schedule, parallel = spec.layout, spec.schedule, spec.unmasking.parallel
-    step = progress.step
-    num_masked = progress.num_masked
-    begins_masked = step == 0 and not layout.is_given(window.start)
+    layout, schedule, num_masked = spec.layout, spec.schedule, progress.num_masked
+    begins_masked = progress.step == 0 and not layout.is_given(window.start)
     first_position = Span(window.start, window.start + 1)
     quota = UnmaskQuota(window, num_masked, 1.0)
     quota.first_needed = window_alone and layout.shifts_logits and begins_masked
@@ -239,7 +238,7 @@ def unmask_quota(
     if predicts_next(spec, progress):
         candidates = window if layout.round_length else first_position
         return UnmaskQuota(candidates, 1, 1.0, verifies=True)
-    quota.parallel = parallel
+    quota.parallel = spec.unmasking.parallel
     if layout.round_length is not None:
         quota.candidates = Span(window.start, window.stop - 1)
         quota.count = num_masked - 1
@@ -249,36 +248,53 @@ def unmask_quota(
         quota.guaranteed = layout.block_span(progress.leftmost)
         return quota
     if (spans := progress.slow_fast) is not None:
-        threshold, quota.enough = spans.passing
-        quota.parallel = ParallelRule("slow_fast", threshold)
-        stop = spans.end
-        if spans.is_slow:
-            stop = window.stop
-            quota.observed = None if spans.settled else spans.options.span_threshold
-        quota.candidates = Span(spans.start, stop)
+        _fill_spans(quota, spans)
         return quota
     # From here on, such a step fills only the first position, or all of them.
     quota.first_needed = False
     block = progress.running.first
     steps = spec.steps_per_block[block]
     if spec.unmasking.policy.takes_back:
-        quota.left = count_left(layout.masks_per_block[block], steps, step)
+        quota.left = count_left(layout.masks_per_block[block], steps, progress.step)
         quota.count = num_masked - quota.left
         return quota
     states_count = schedule.tokens_per_step is not None
-    has_time_grid = schedule.kind == "timestep"
     in_blocks = window_alone or (layout.num_blocks > 1 and not states_count)
-    if has_time_grid and in_blocks and begins_masked and steps != 1:
+    if schedule.kind == "timestep" and in_blocks and begins_masked and steps != 1:
         return UnmaskQuota(first_position, 1, 1.0)
-    if parallel is not None and PARALLEL_RULES[parallel.kind].may_pass_none:
-        quota.guaranteed = window
-    quota.count = _scheduled_count(spec, progress)
-    quota.ratio = quota.count / max(num_masked, 1)
-    if has_time_grid and not states_count:
-        quota.ratio = timestep_ratio(steps, step)
-    if schedule.block_steps and parallel is not None:
-        quota.least = quota.count
+    _fill_by_schedule(quota, spec, progress)
     return quota
+
+
+def _fill_spans(quota: UnmaskQuota, spans: SlowFastState) -> None:
+    """Let a step fill the span of SlowFast sampling."""
+    threshold, quota.enough = spans.passing
+    quota.parallel = ParallelRule("slow_fast", threshold)
+    stop = spans.end
+    if spans.is_slow:
+        stop = quota.candidates.stop
+        quota.observed = None if spans.settled else spans.options.span_threshold
+    quota.candidates = Span(spans.start, stop)
+
+
+def _fill_by_schedule(
+    quota: UnmaskQuota, spec: DecodingSpec, progress: Progress
+) -> None:
+    """Let a step fill as many positions as the schedule says, or as many as pass the
+    rule of parallel unmasking.
+    """
+    schedule, parallel = spec.schedule, spec.unmasking.parallel
+    quota.count = _scheduled_count(spec, progress)
+    quota.ratio = quota.count / max(progress.num_masked, 1)
+    if schedule.kind == "timestep" and schedule.tokens_per_step is None:
+        steps = spec.steps_per_block[progress.running.first]
+        quota.ratio = timestep_ratio(steps, progress.step)
+    if parallel is None:
+        return
+    if PARALLEL_RULES[parallel.kind].may_pass_none:
+        quota.guaranteed = quota.candidates
+    if schedule.block_steps:
+        quota.least = quota.count
 
 
 def _scheduled_count(spec: DecodingSpec, progress: Progress) -> int:
