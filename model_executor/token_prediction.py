@@ -429,7 +429,7 @@ class _Chunk:
         )
         if least_confident:
             result.put_last(
-                torch.stack([token == each for each in sorted(least_confident)]).any(
+                torch.stack([token == last for last in sorted(least_confident)]).any(
                     dim=0
                 )
             )

@@ -217,14 +217,14 @@ def _best_correction(
     """The correction with which the right options of ``held_back`` are most probable.
     Temperatures are fitted on ``fitting``, pairs of readings and right option.
     """
-    best, least = Correction(), _log_loss(Correction(), held_back)
+    best, least_loss = Correction(), _log_loss(Correction(), held_back)
     for orders in (1, MOST_ORDERS):
         for has_prior in (False, True):
             correction = _fitted(Correction(1.0, orders, has_prior), fitting)
             loss = _log_loss(correction, held_back)
             margin = WORTH_ITS_ROWS if orders > 1 or has_prior else LEAST_GAIN
-            if loss < least - margin:
-                best, least = correction, loss
+            if loss < least_loss - margin:
+                best, least_loss = correction, loss
     return best
 
 

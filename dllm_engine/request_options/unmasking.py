@@ -304,6 +304,6 @@ def _slow_fast(options: UnmaskingOptions, family: ModelFamily) -> SlowFast | Non
     """The request's options of SlowFast sampling, with the family's defaults; None: the
     request has another rule.
     """
-    if (given := options.rules.get("slow_fast")) is None:
+    if (chosen := options.rules.get("slow_fast")) is None:
         return None
-    return SlowFast.model_validate({**family.slow_fast, **given})
+    return SlowFast.model_validate({**family.slow_fast, **chosen})

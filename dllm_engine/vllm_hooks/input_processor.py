@@ -360,12 +360,12 @@ def _checked_prompt(
 class KeptFilters(dict):
     """``extra_args`` of greedy parameters, with their original ``top_p`` and ``top_k``."""
 
-    def __init__(self, made_with: Mapping[str, Any], given: dict[str, Any] | None):
-        super().__init__({**made_with, **(given or {})})
-        self.given = given
+    def __init__(self, made_with: Mapping[str, Any], original: dict[str, Any] | None):
+        super().__init__({**made_with, **(original or {})})
+        self.original = original
 
     def __reduce__(self) -> Any:  # needed for copies
-        return KeptFilters, (dict(self), self.given)
+        return KeptFilters, (dict(self), self.original)
 
 
 def keep_filters(verify: Original, self: SamplingParams) -> None:
@@ -384,7 +384,7 @@ def _as_made(params: Any) -> Any:
     """Parameters for another model, without the additions of ``keep_filters``."""
     if isinstance(kept := getattr(params, "extra_args", None), KeptFilters):
         params = params.clone()
-        params.extra_args = kept.given
+        params.extra_args = kept.original
     return params
 
 

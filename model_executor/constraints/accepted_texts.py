@@ -124,18 +124,18 @@ class FieldTexts:
             [*texts], accepted.pieces, accepted.piece_numbers
         )
         ranked = sorted(
-            texts, key=lambda each: (-probabilities[each], each != text, each)
+            texts, key=lambda other: (-probabilities[other], other != text, other)
         )[: decision.top_k]
         if text not in ranked:
             ranked[-1] = text
-        distribution = [(self.read(each), probabilities[each]) for each in ranked]
+        distribution = [(self.read(other), probabilities[other]) for other in ranked]
         return _answer(self.read(text), probabilities[text], distribution)
 
 
 def _answer(
     value: Any, probability: float, ranked: list[tuple[Any, float]]
 ) -> dict[str, Any]:
-    listed = [{"value": each, "probability": share} for each, share in ranked]
+    listed = [{"value": other, "probability": share} for other, share in ranked]
     return {"value": value, "probability": probability, "distribution": listed}
 
 

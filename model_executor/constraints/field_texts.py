@@ -157,8 +157,8 @@ class FieldChances:
         places = np.bincount(field_lattice.edge_places, edges, field_lattice.num_places)
         self.lattice = field_lattice
         self.arcs = [
-            places[each.place].reshape(len(each.pieces), len(each.positions))
-            for each in field_lattice.arcs
+            places[arc.place].reshape(len(arc.pieces), len(arc.positions))
+            for arc in field_lattice.arcs
         ]
         """``[num_arcs, num_positions]`` of each state: probability of an arc, given
         that the text passes through the state at this position; from state 0, times the

@@ -79,12 +79,12 @@ def squeeze(
     """SqueezeAttention: the least important of three clusters of layers keeps 40 % of
     the average. All other layers share the rest evenly."""
     is_least = _clusters(np.array(importance)) == 0
-    least = np.count_nonzero(is_least)
+    num_least = np.count_nonzero(is_least)
     layers = len(importance)
-    if least == layers:
+    if num_least == layers:
         return [float(average)] * layers
     kept = average * SQUEEZE_SHARE
-    others = (average * layers - kept * least) / (layers - least)
+    others = (average * layers - kept * num_least) / (layers - num_least)
     return [float(share) for share in np.where(is_least, kept, others)]
 
 

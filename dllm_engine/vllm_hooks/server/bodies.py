@@ -159,18 +159,17 @@ def _checked_fields(body: bytes, path: str) -> dict[str, Any] | None:
     # Clients of that protocol may send fields of their own.
     if not isinstance(fields, dict) or path in _OWN_FIELDS:
         return None
-    if not isinstance(given := fields.get("structured_outputs"), dict | None):
+    if not isinstance(outputs := fields.get("structured_outputs"), dict | None):
         raise VLLMValidationError(
-            f"structured_outputs is a {type(given).__name__}, not an object such as "
+            f"structured_outputs is a {type(outputs).__name__}, not an object such as "
             f'{{"regex": "[a-z]+"}}',
             parameter="structured_outputs",
         )
     known = {"top_p", "top_k"}  # These are fields of bodies.
     if path == "/v1/decisions":
         known |= {"passes", "template"}
-    elif not path.startswith(
-        "/v1/messages"
-    ):  # Other routes have these fields, or keep unknown fields.
+    elif not path.startswith("/v1/messages"):
+        # Other routes have these fields, or keep unknown fields.
         known |= VLLM_OPTIONS
     elif ignored := [
         name
