@@ -314,7 +314,7 @@ class LLM(vllm.LLM):
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         if isinstance(fields, Questions):
             inputs = [as_messages(prompt) for prompt in prompts]
-            asked = [(each, fields) for each in inputs]
+            asked = [(messages, fields) for messages in inputs]
             return answer_all(self.asking, self.ask_rows, asked)
         vllm_config = self.llm_engine.vllm_config
         params = decision_params(
