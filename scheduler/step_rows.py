@@ -65,6 +65,8 @@ class StepRows:
             self._planned[source] += rows
         self._total = self._planned.total()
         self._taken: Counter[str] = Counter()
+        self._new_rows: Counter[str] = Counter()
+        """Rows of the sequences that begin in the step, by source."""
         oldest = number - 2 * self._rest
         self._began = {x: began for x, began in self._began.items() if began >= oldest}
         self._since = {x: number - began for x, began in self._began.items()}
@@ -92,8 +94,12 @@ class StepRows:
         return rows <= self.left and (is_first or self._taken[source] + rows <= share)
 
     def may_begin(self, source: str, rows: int) -> bool:
-        """Return True if a sequence of a source may begin with ``rows`` rows."""
-        return self.allow(source, rows, min(self._since.get(source, 1), self._rest))
+        """Return True if a sequence of a source may begin with ``rows`` rows. Sources
+        that begin sequences in the same step take turns.
+        """
+        is_next = self._taken[source] <= self._new_rows.total() - self._new_rows[source]
+        num_steps = min(self._since.get(source, 1), self._rest)
+        return (is_next and rows <= self.left) or self.allow(source, rows, num_steps)
 
     def take(self, source: str, rows: int) -> None:
         """Note the rows of a request that takes part in the step."""
@@ -105,5 +111,6 @@ class StepRows:
         if self._others(source):
             self._began[source] = self._number
         self._planned[source] += rows
+        self._new_rows[source] += rows
         self._total += rows
         self.take(source, rows)

@@ -95,6 +95,7 @@ class Spelling:
         instructions = self.escaped(question.instructions)
         return Question(question.kind, instructions, tuple(options))
 
+    @cached_property
     def marks(self) -> list[str]:
         """``A``, …, ``Z``, ``AA``, …; first those that are one token, with a space
         before them or without.
@@ -141,18 +142,13 @@ def _end_of_turn(tokenizer: Any, backend: Tokenizer) -> int | None:
     return behind[0] if behind and behind[0] in markers else end
 
 
-@lru_cache(maxsize=4)
-def _marks_of(spelling: Spelling) -> list[str]:
-    return spelling.marks()
-
-
 def answers_by_marks(question: Question, spelling: Spelling) -> list[str]:
     """Yes and No, or a letter for each option, beyond 26 pairs of letters. For models
     that follow instructions: answers are one token, whatever the labels are.
     """
     if question.kind == "yes_no":
         return question.labels
-    return _marks_of(spelling)[: len(question.options)]
+    return spelling.marks[: len(question.options)]
 
 
 def answers_by_labels(question: Question, spelling: Spelling) -> list[str]:

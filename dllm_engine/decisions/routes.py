@@ -115,7 +115,7 @@ async def _answered(protocol: Any, body: Any, raw_request: Request) -> JSONRespo
     state = raw_request.app.state
     try:
         if not isinstance(body, dict):
-            raise QuestionError([], "the body must be a JSON object")
+            raise QuestionError([], "the body must be a JSON object in valid Unicode")
         messages, questions = protocol.read_request(body)
         model = _model_of(body, state.openai_serving_models)
         answered = await answer_over_http(
@@ -140,7 +140,7 @@ async def _answered(protocol: Any, body: Any, raw_request: Request) -> JSONRespo
 def _model_of(body: dict[str, Any], served: Any) -> str:
     if not isinstance(model := body.get("model"), str):
         raise QuestionError(["model"], "model must be a string")
-    is_default = model == systemone_form.DEFAULT_MODEL
+    is_default = model in ("", systemone_form.DEFAULT_MODEL)
     return str(served.model_name()) if is_default else model
 
 

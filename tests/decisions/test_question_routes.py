@@ -193,6 +193,8 @@ def test_models_are_listed_for_both_kinds_of_clients(client, openai):
     listed = client.get("/v1/models").json()["models"]
     assert [each["name"] for each in listed] == ["demo", "jev-latest"]
     assert all(isinstance(text, str) for each in listed for text in each.values())
+    for name in ("", "jev-latest"):
+        assert decided(client, model=name)["model"] == "demo"
 
 
 @pytest.mark.parametrize(

@@ -159,6 +159,21 @@ def test_a_source_that_begins_beside_others_rests_for_a_dispatch():
     assert_empty(scheduler)
 
 
+def test_sources_that_begin_together_fill_the_step_in_turn():
+    many = [
+        sequence(f"{source}{number}", source, steps=1, block_length=8)
+        for source in "ab"
+        for number in range(40)
+    ]
+    scheduler, runner = scheduler_with(
+        *many, max_num_seqs=100, max_num_batched_tokens=18 * 24
+    )
+    sources = "".join(name[0] for name in step(scheduler, runner)[0].plans)
+    assert sources == "ab" * 9
+    run(scheduler, runner)
+    assert_empty(scheduler)
+
+
 def test_a_request_of_another_source_does_not_rest():
     scheduler, runner = scheduler_with("plain", max_num_seqs=10)
     for number in range(3):
