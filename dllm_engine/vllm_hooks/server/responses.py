@@ -17,6 +17,7 @@ from contextlib import aclosing
 from typing import Any
 
 import anyio
+from anyio.streams.memory import MemoryObjectSendStream
 
 from dllm_engine.decoding.messages import PROVISIONAL_KEY
 from dllm_engine.figures import PER_TOKEN
@@ -76,68 +77,8 @@ async def stream_with_fields(
     """vLLM's ``stream`` with these ``arguments``, with our fields and with chunks that
     show running blocks. vLLM's stream runs in a separate task, so that our chunks can
     be sent while it waits for the next result."""
-    request = arguments["request"]
-    with_trace = _asks_for_trace(request.vllm_xargs)
-    # vLLM's method for chats has no ``created_time``.
-    is_chat = "created_time" not in arguments
-    head = {
-        "id": arguments["request_id"],
-        "object": "chat.completion.chunk" if is_chat else "text_completion",
-        "created": int(time.time()) if is_chat else arguments["created_time"],
-        "model": arguments["model_name"],
-    }
     send, receive = anyio.create_memory_object_stream[str](0)
-    changes: defaultdict[int, BlockChanges] = defaultdict(BlockChanges)
-    fields: dict[int, dict[str, Any]] = {}
-    """Fields of each choice, for the completions from which vLLM makes chunks next."""
-    begun: set[int] = set()
-    """Choices that have tokens already."""
-
-    async def passed_on() -> AsyncGenerator[Any, None]:
-        async for result in arguments["result_generator"]:
-            prompt, output = (0, result) if is_chat else result
-            choices = [(c.index + prompt * (request.n or 1), c) for c in output.outputs]
-            shown = [
-                (index, block, c) for index, c in choices for block in shown_blocks(c)
-            ]
-            for index, block, c in shown:
-                step = {
-                    "index": index,
-                    **changes[index].to(block),
-                    **fields_of(c, with_trace=False),
-                }
-                await send.send(
-                    _event_of({**head, "choices": [], PROVISIONAL_KEY: step})
-                )
-            if not shown or any(
-                c.token_ids or c.finish_reason is not None for _, c in choices
-            ):
-                fields.clear()
-                fields.update(
-                    (index, fields_of(c, with_trace=with_trace)) for index, c in choices
-                )
-                yield result
-                begun.update(index for index, c in choices if c.token_ids)
-                nothing: dict[str, Any] = {"delta": {}} if is_chat else {"text": ""}
-                ends = [
-                    {"index": index, **nothing, "finish_reason": c.finish_reason}
-                    for index, c in choices
-                    if c.finish_reason is not None and index not in begun
-                ]
-                if ends and _ENDS_ARE_MISSING:
-                    await send.send(_event_of({**head, "choices": ends}))
-
-    async def run() -> None:
-        async with (
-            send,
-            aclosing(
-                stream(**{**arguments, "result_generator": passed_on()})
-            ) as events,
-        ):
-            async for event in events:
-                await send.send(_with_fields(event, fields))
-
-    task = asyncio.create_task(run())
+    task = asyncio.create_task(_Chunks(arguments, send).send_all(stream))
     try:
         async for event in receive:
             yield event
@@ -146,6 +87,83 @@ async def stream_with_fields(
         receive.close()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+class _Chunks:
+    """Chunks of a response: those of vLLM with our fields, and ours."""
+
+    def __init__(
+        self, arguments: dict[str, Any], send: MemoryObjectSendStream[str]
+    ) -> None:
+        self.arguments = arguments
+        self.send = send
+        self.with_trace = _asks_for_trace(arguments["request"].vllm_xargs)
+        # vLLM's method for chats has no ``created_time``.
+        self.is_chat = "created_time" not in arguments
+        self.head = {
+            "id": arguments["request_id"],
+            "object": "chat.completion.chunk" if self.is_chat else "text_completion",
+            "created": int(time.time()) if self.is_chat else arguments["created_time"],
+            "model": arguments["model_name"],
+        }
+        self.changes: defaultdict[int, BlockChanges] = defaultdict(BlockChanges)
+        self.fields: dict[int, dict[str, Any]] = {}
+        """Fields of each choice, for the completions from which vLLM makes chunks next.
+        """
+        self.begun: set[int] = set()
+        """Choices that have tokens already."""
+
+    async def send_all(self, stream: Original) -> None:
+        """Send vLLM's chunks with our fields. vLLM asks for results between them."""
+        arguments = {**self.arguments, "result_generator": self._results()}
+        async with self.send, aclosing(stream(**arguments)) as events:
+            async for event in events:
+                await self.send.send(_with_fields(event, self.fields))
+
+    async def _results(self) -> AsyncGenerator[Any, None]:
+        """The results of which vLLM makes chunks. Before each of them, ours are sent."""
+        num_choices = self.arguments["request"].n or 1
+        async for result in self.arguments["result_generator"]:
+            prompt, output = (0, result) if self.is_chat else result
+            choices = [(c.index + prompt * num_choices, c) for c in output.outputs]
+            shows = await self._show_blocks(choices)
+            if shows and not any(
+                c.token_ids or c.finish_reason is not None for _, c in choices
+            ):
+                continue
+            self.fields = {
+                index: fields_of(c, with_trace=self.with_trace) for index, c in choices
+            }
+            yield result
+            self.begun.update(index for index, c in choices if c.token_ids)
+            if _ENDS_ARE_MISSING:
+                await self._end_without_tokens(choices)
+
+    async def _show_blocks(self, choices: list[tuple[int, Any]]) -> bool:
+        """Send the changes of running blocks. Returns False if there are none."""
+        shown = [(index, block, c) for index, c in choices for block in shown_blocks(c)]
+        for index, block, c in shown:
+            step = {
+                "index": index,
+                **self.changes[index].to(block),
+                **fields_of(c, with_trace=False),
+            }
+            await self._send({"choices": [], PROVISIONAL_KEY: step})
+        return bool(shown)
+
+    async def _end_without_tokens(self, choices: list[tuple[int, Any]]) -> None:
+        """Send the ends of choices that have no token."""
+        nothing: dict[str, Any] = {"delta": {}} if self.is_chat else {"text": ""}
+        ends = [
+            {"index": index, **nothing, "finish_reason": c.finish_reason}
+            for index, c in choices
+            if c.finish_reason is not None and index not in self.begun
+        ]
+        if ends:
+            await self._send({"choices": ends})
+
+    async def _send(self, chunk: dict[str, Any]) -> None:
+        await self.send.send(_event_of({**self.head, **chunk}))
 
 
 def _with_fields(event: str, fields: dict[int, dict[str, Any]]) -> str:
