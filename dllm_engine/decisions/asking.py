@@ -19,9 +19,8 @@ import numpy as np
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import SamplingParams
 
-from dllm_engine.constraints.decision import unpacked_decision
 from dllm_engine.decisions.build import choice_decision
 from dllm_engine.decisions.calibration import Calibration, Reading, Readings
 from dllm_engine.decisions.questions import (
@@ -33,9 +32,9 @@ from dllm_engine.decisions.questions import (
     QuestionError,
     answered,
 )
+from dllm_engine.decisions.requests import params_of
 from dllm_engine.options import EngineOptions
 from dllm_engine.request_options.errors import InvalidRequestError
-from dllm_engine.request_options.sampling_params import DECISION
 from dllm_engine.structured_output.requests import serialized_tokenizer
 
 Decisions = Sequence[Mapping[str, Any]]
@@ -249,10 +248,7 @@ class Asking:
             question = self.spelling.escaped_question(questions[i])
             listed = tuple(question.options[number] for number in reading.order)
             question = replace(question, options=listed)
-            try:
-                answers.append(WAYS[self.way](question, self.spelling))
-            except ValueError as error:
-                raise QuestionError(["questions", i], str(error)) from None
+            answers.append(WAYS[self.way](question, self.spelling))
             shown.append(as_shown(question, answers[-1]))
         literals = self._literals(shown)
         try:
@@ -264,16 +260,9 @@ class Asking:
             )
         except ValueError as error:
             raise QuestionError(["questions", min(readings)], str(error)) from None
-        params = SamplingParams(
-            temperature=0.0,
-            max_tokens=len(unpacked_decision(packed).template),
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,
-            extra_args={DECISION: packed, "passes": 1},
-        )
         is_blank = any(each.is_blank for each in readings.values())
         asking = self._with_question([] if is_blank else messages, shown)
-        return Row(asking, params, readings)
+        return Row(asking, params_of(packed, passes=1), readings)
 
     def _with_question(
         self, messages: Sequence[Message], shown: list[dict[str, Any]]

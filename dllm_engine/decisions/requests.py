@@ -106,7 +106,7 @@ def decision_params(
     ``schema`` is a JSON schema of an object, with a property for each field. Raises
     ``InvalidRequestError`` naming the field, or the setting, that is not supported.
     """
-    return _params(
+    return params_of(
         built(_decision_input(schema, template, top_k, tokenizer, vllm_config)), passes
     )
 
@@ -124,10 +124,11 @@ async def decision_params_when_built(
     decision_input = await reading(
         _decision_input, schema, template, top_k, tokenizer, vllm_config
     )
-    return _params(await when_built(decision_input), passes)
+    return params_of(await when_built(decision_input), passes)
 
 
-def _params(packed: bytes, passes: int) -> SamplingParams:
+def params_of(packed: bytes, passes: int) -> SamplingParams:
+    """Parameters of a request for a packed decision."""
     return SamplingParams(
         temperature=0.0,
         max_tokens=len(unpacked_decision(packed).template),
