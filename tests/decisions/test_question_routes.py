@@ -289,11 +289,13 @@ def test_a_server_does_not_start_without_its_files(option):
 
 def test_a_failure_of_the_engine_is_no_bad_request(client, monkeypatch):
     monkeypatch.setattr(RunningDecision, "commit", lambda self, *args, **kwargs: 1 / 0)
+    fields = {"type": "object", "properties": {"a": {"type": "boolean"}}}
     for response in (
         client.post(
             "/v1/decisions",
             json={"model": "demo", "input": TEXT, "questions": QUESTIONS},
         ),
+        client.post("/v1/decisions", json={"prompt": TEXT, "fields": fields}),
         system_one(client),
     ):
         assert response.status_code == 500
