@@ -5,6 +5,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.sampling_params import SamplingParams
@@ -141,79 +142,112 @@ def generate_if_valid(
     first result is requested, but then a streamed response has the status 200 already,
     and some routes of vLLM have no form for an error of a single request.
     """
-
-    http_request = open_request.get() if is_ours(self) else None
+    if not is_ours(self):
+        return generate(self, prompt, sampling_params, request_id, **kwargs)
+    http_request = open_request.get()
     if http_request is not None:
         # Do this here, because vLLM reads a raw prompt in a thread, without
         # ``open_request``.
         sampling_params = sampling_params.clone()
         extra_args = {**(sampling_params.extra_args or {}), **http_request.carried}
         sampling_params.extra_args = {**extra_args, SOURCE: http_request.name}
-
     choice = _length_choice(self, http_request, sampling_params)
+    call = _GenerateCall(generate, self, prompt, request_id, kwargs, choice)
+    if not has_grammar(sampling_params):
+        return call.outputs(sampling_params, http_request)
+    if http_request is not None:
+        # vLLM passes that reasoning has ended if it should not be included. But its
+        # parser then takes the whole response for reasoning.
+        call.arguments["reasoning_ended"] = None
+    sampling_params = with_arguments(sampling_params, call.arguments)
+    constraints = Constraints.of(
+        sampling_params, self.input_processor.tokenizer, self.vllm_config
+    )
+    if constraints.is_prepared(prompt):
+        return call.outputs(sampling_params, http_request)
+    return call.outputs_when_built(sampling_params, http_request, constraints)
 
-    def checked() -> AsyncGenerator[Any, None]:
-        params = sampling_params
-        if choice is None:
-            checked_prompt = _checked_prompt(self, prompt, params, request_id, kwargs)
-            outputs = generate(self, checked_prompt, params, request_id, **kwargs)
+
+@dataclass
+class _GenerateCall:
+    """A call of ``AsyncLLM.generate`` for a model of ours."""
+
+    generate: Original
+    engine: Any
+    prompt: Any
+    request_id: str
+    arguments: dict[str, Any]
+    choice: LengthChoice | None
+
+    def outputs(
+        self, params: SamplingParams, http_request: OpenRequest | None
+    ) -> AsyncGenerator[Any, None]:
+        """The outputs of a checked request."""
+        if self.choice is None:
+            outputs = self._checked(self.prompt, params)
         else:
             params = own_copy(params)
-            if _is_rendered(prompt):
+            if _is_rendered(self.prompt):
                 # Refuse what cannot be served before a stream has its status.
-                _check_begun(self, choice, prompt, params, request_id, kwargs)
-            outputs = with_length(choice, params)
+                self._check_begun(self.choice, self.prompt, params)
+            outputs = self._with_length(self.choice, params)
         return (
             outputs if http_request is None else http_request.outputs(outputs, params)
         )
 
-    async def with_length(
-        choice: LengthChoice, params: SamplingParams
+    async def outputs_when_built(
+        self,
+        params: SamplingParams,
+        http_request: OpenRequest | None,
+        constraints: Constraints,
     ) -> AsyncGenerator[Any, None]:
-        rendered = _unchecked(prompt)
-        if not _is_rendered(prompt):
-            arguments = kwargs.get("tokenization_kwargs")
-            rendered = await reading(_rendered, self.input_processor, prompt, arguments)
-            _check_begun(self, choice, rendered, params, request_id, kwargs)
+        """The outputs of a request, which is checked when its automata are built."""
+        await constraints.prepare([self.prompt])
+        async with aclosing(self.outputs(params, http_request)) as outputs:
+            async for output in outputs:
+                yield output
+
+    def _checked(
+        self, prompt: Any, params: SamplingParams
+    ) -> AsyncGenerator[Any, None]:
+        prompt = _checked_prompt(
+            self.engine, prompt, params, self.request_id, self.arguments
+        )
+        return self.generate(
+            self.engine, prompt, params, self.request_id, **self.arguments
+        )
+
+    def _check_begun(
+        self, choice: LengthChoice, prompt: Any, params: SamplingParams
+    ) -> None:
+        _check_begun(
+            self.engine, choice, prompt, params, self.request_id, self.arguments
+        )
+
+    async def _with_length(
+        self, choice: LengthChoice, params: SamplingParams
+    ) -> AsyncGenerator[Any, None]:
+        """The outputs of a request whose lengths are chosen first."""
+        rendered = _unchecked(self.prompt)
+        input_processor = self.engine.input_processor
+        if not _is_rendered(self.prompt):
+            settings = self.arguments.get("tokenization_kwargs")
+            rendered = await reading(_rendered, input_processor, self.prompt, settings)
+            self._check_begun(choice, rendered, params)
         tokens = rendered["prompt_token_ids"]
-        settled = await choice.settle(self, tokens, params)
+        settled = await choice.settle(self.engine, tokens, params)
         rendered = {**rendered, "prompt_token_ids": list(settled.prompt)}
         if settled.whole is not None:
-            yield nothing(
-                request_id,
-                rendered,
-                params,
-                settled.whole,
-                self.input_processor.tokenizer,
-            )
+            tokenizer = input_processor.tokenizer
+            yield nothing(self.request_id, rendered, params, settled.whole, tokenizer)
             return
-        checked_prompt = _checked_prompt(self, rendered, params, request_id, kwargs)
-        outputs = generate(self, checked_prompt, params, request_id, **kwargs)
-        async with aclosing(outputs):
+        async with aclosing(self._checked(rendered, params)) as outputs:
             async for output in outputs:
                 for completion in output.outputs:
-                    await served_result(self, settled.cut(completion))
+                    await served_result(self.engine, settled.cut(completion))
                     if completion.finish_reason == "length" and not settled.is_cut:
                         completion.finish_reason = "stop"
                 yield output
-
-    async def checked_when_built() -> AsyncGenerator[Any, None]:
-        await constraints.prepare([prompt])
-        async with aclosing(checked()) as outputs:
-            async for output in outputs:
-                yield output
-
-    if not is_ours(self) or not has_grammar(sampling_params):
-        return checked()
-    if http_request is not None:
-        # vLLM passes that reasoning has ended if it should not be included. But its
-        # parser then takes the whole response for reasoning.
-        kwargs = {**kwargs, "reasoning_ended": None}
-    sampling_params = with_arguments(sampling_params, kwargs)
-    constraints = Constraints.of(
-        sampling_params, self.input_processor.tokenizer, self.vllm_config
-    )
-    return checked() if constraints.is_prepared(prompt) else checked_when_built()
 
 
 def _length_choice(
