@@ -246,9 +246,10 @@ def _object(
 def _refuse_unknown(
     fields: dict[str, Any], known: set[str], place: list[str | int]
 ) -> None:
-    for name in fields.keys() - known:
-        error = QuestionError([*place, name], "")
-        raise QuestionError(error.place, f"Unknown parameter: '{error.path}'.")
+    for name in fields:
+        if name not in known:
+            path = QuestionError([*place, name], "").path
+            raise QuestionError([*place, name], f"Unknown parameter: '{path}'.")
 
 
 def _optional_text(
