@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tests.support.preloaded import wait_until
+from tests.support.processes import BUILDER, children_of
 from tests.support.server import START_TIMEOUT_S, Server, scrape
 
 pytestmark = pytest.mark.slow
@@ -20,9 +21,10 @@ NUM_CLIENTS = 3
 LONG = {"prompt": "Reverse: Rome Tom Oslo", "max_tokens": 1900, "ignore_eos": True}
 STRUCTURED = {
     "prompt": "Reverse: Rome",
-    "max_tokens": 8,
-    "structured_outputs": {"regex": "[a-z]{4}"},
+    "max_tokens": 32,
+    "structured_outputs": {"regex": "(a|b)*a(a|b){15}"},
 }
+"""Its automaton has 65,536 states, so that its build is there for seconds."""
 DECISION = {
     "prompt": "Reverse: Rome",
     "fields": {
@@ -37,13 +39,15 @@ SECONDS = 60
 class Watched(Server):
     def __init__(self, *arguments, **options):
         # The cache makes for short steps, so that what is asked here takes effect soon.
-        cache = ("--additional-config", '{"dllm": {"cache_method": "dual"}}')
+        options_of_ours = {"cache_method": "dual", "max_automaton_states": 1 << 17}
+        additional = json.dumps({"dllm": options_of_ours})
         super().__init__(
             "dllm",
             "serve",
             "demo",
             *arguments,
-            *cache,
+            "--additional-config",
+            additional,
             "--max-model-len",
             "2048",
             **options,
@@ -52,10 +56,9 @@ class Watched(Server):
 
     def process_called(self, name):
         """A process below the server; what is there now is to be gone at the end."""
-        self.processes |= set(psutil.Process(self.process.pid).children(recursive=True))
-        return next(
-            (p for p in self.processes if p.is_running() and name in p.name()), None
-        )
+        server = psutil.Process(self.process.pid)
+        self.processes.update(children_of(server))
+        return next(iter(children_of(server, name)), None)
 
     def ask(self, route="/v1/completions", **asked) -> "Future[httpx.Response]":
         """An answer to come, to a request that outlasts its test; with a status of 0
@@ -73,25 +76,23 @@ class Watched(Server):
 
     def wait_until_open(self, number):
         """Requests, of those routes that vLLM counts."""
-        wait_until(
-            lambda: httpx.get(self.url + "/load").json()["server_load"] >= number, 60
-        )
+        wait_until(lambda: self.get("/load").json()["server_load"] >= number, SECONDS)
+
+    def get(self, route):
+        return httpx.get(self.url + route, timeout=SECONDS)
 
     def suspended_build(self):
         """The process that builds an automaton, which makes no progress until it is
         resumed.
         """
+        builders = []
 
-        def builders():
-            children = psutil.Process(self.process.pid).children(recursive=True)
-            return [
-                child
-                for child in children
-                if "dllm_engine.structured_output.build" in child.cmdline()
-            ]
+        def are_there():
+            builders[:] = children_of(psutil.Process(self.process.pid), BUILDER)
+            return builders
 
-        wait_until(builders, 60)
-        (builder,) = builders()
+        wait_until(are_there, SECONDS)
+        (builder,) = builders
         builder.suspend()
         return builder
 
@@ -183,6 +184,7 @@ def test_sigterm_ends_a_server_at_any_moment_of_its_start(start, moment, servers
 
     wait_until(has_come, START_TIMEOUT_S, watched.process, watched.log)
     if moment == "EngineCore":
+        wait_until(lambda: watched.process_called(moment), SECONDS)
         watched.process_called(moment).suspend()  # it loads slowly
     watched.process.terminate()
     watched.check_the_end(0)
@@ -193,24 +195,21 @@ def test_all_who_wait_are_told_that_the_engine_has_died(start):
     watched.wait_until_ready()
     engine = watched.process_called("EngineCore")
     engine.suspend()
-    answers = [
+    answers = [watched.ask("/v1/completions", **STRUCTURED)]
+    build = watched.suspended_build()
+    answers += [
         watched.ask("/v1/likelihoods", prompt="Reverse: Rome", answers=[" Oslo"]),
         watched.ask(),
         watched.ask(**LONG, stream=True),
         watched.ask("/v1/decisions", **DECISION),
-    ]
-    build = watched.suspended_build()
-    answers += [
         watched.ask("/sleep?level=0"),
-        watched.ask("/v1/completions", **STRUCTURED),
     ]
     watched.wait_until_open(5)
     watched.process_called("")
     engine.kill()
-    likelihood, completion, stream, decision, _, structured = [
+    structured, likelihood, completion, stream, decision, _ = [
         answer.result(SECONDS) for answer in answers
     ]
-    assert watched.process.poll() is None, "clients are told before the server ends"
     assert [
         answer.status_code for answer in (likelihood, completion, decision, structured)
     ] == [500] * 4
@@ -233,7 +232,7 @@ def test_a_server_drains_what_it_has_taken_and_is_not_ready_meanwhile(start):
     ]
     watched.wait_until_open(3)
     watched.process.terminate()
-    wait_until(lambda: httpx.get(watched.url + "/health").status_code == 503, SECONDS)
+    wait_until(lambda: watched.get("/health").status_code == 503, SECONDS)
     late = watched.ask().result(SECONDS)
     assert late.status_code == 503
     assert late.headers["retry-after"]
@@ -255,6 +254,7 @@ def test_who_is_left_when_a_drain_ends_is_told(start):
     build = watched.suspended_build()
     long, stream = watched.ask(), watched.ask(**LONG, stream=True)
     watched.wait_until_running(2)
+    watched.process_called("EngineCore").suspend()  # so that neither is answered
     # As supervisors and terminals stop a server, all its processes at once.
     os.killpg(watched.process.pid, signal.SIGTERM)
     for answer in (structured.result(SECONDS), long.result(SECONDS)):
@@ -275,7 +275,9 @@ def test_no_connection_breaks_when_a_server_has_drained(start):
         body = {"model": "demo", "prompt": "a", "max_tokens": 8}
         while True:
             try:
-                answer = httpx.post(watched.url + "/v1/completions", json=body)
+                answer = httpx.post(
+                    watched.url + "/v1/completions", json=body, timeout=SECONDS
+                )
             except httpx.ConnectError:
                 return
             statuses.add(answer.status_code)

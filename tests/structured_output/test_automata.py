@@ -33,6 +33,7 @@ from dllm_engine.structured_output.requests import (
 from tests.support.automaton_walks import accepts
 from tests.support.byte_level_tokenizers import NOTE, TALE, spelled, train_tokenizer
 from tests.support.preloaded import Program, wait_until
+from tests.support.processes import BUILDER, children_of
 
 END = "<|end|>"
 LIMITS: dict[str, Any] = {"max_states": 4096, "build_seconds": 30.0}
@@ -363,11 +364,7 @@ def test_a_build_that_nobody_waits_for_any_more_ends_and_others_have_its_turn(
 
 
 def builders():
-    return [
-        child
-        for child in psutil.Process().children()
-        if any("output.build" in a for a in child.cmdline())
-    ]
+    return children_of(psutil.Process(), BUILDER)
 
 
 @pytest.mark.slow

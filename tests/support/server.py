@@ -150,7 +150,7 @@ def is_healthy(url: str) -> bool:
 def scrape(url: str) -> dict[str, float]:
     """Every series of ``/metrics``, summed over its labels."""
     return series_of(
-        urllib.request.urlopen(url + "/metrics", timeout=30).read().decode()
+        urllib.request.urlopen(url + "/metrics", timeout=120).read().decode()
     )
 
 
