@@ -5,6 +5,8 @@ from collections.abc import AsyncIterator, Generator, Iterable, Iterator
 from typing import Any, TypeVar
 from uuid import uuid4
 
+from vllm.exceptions import RetryableRequestError
+
 from dllm_engine.decoding.probe import Logprobs, Probe
 
 T = TypeVar("T")
@@ -59,7 +61,8 @@ async def served_answers(
     engine: Any, probes: Iterable[Probe]
 ) -> AsyncIterator[Logprobs]:
     """Answers of a server's engine to each probe. The engine computes them in the steps
-    of its requests. Raises ``HTTPException`` if it is paused or its weights change."""
+    of its requests. Raises ``RetryableRequestError`` if it is paused or its weights change.
+    """
     rows = engine.vllm_config.scheduler_config.max_num_batched_tokens
     changes_before = None
     for batch in batches_of(probes, rows):
@@ -72,10 +75,8 @@ async def served_answers(
             await engine.collective_rpc("drop_probes", args=(name,))
             raise
         if answers is None or changes_before not in (None, changes):
-            from fastapi import HTTPException  # takes half a second
-
-            raise HTTPException(
-                503, "the engine is paused, or its weights changed; ask again"
+            raise RetryableRequestError(
+                "the engine is paused, or its weights changed; ask again"
             )
         changes_before = changes
         for answer in answers:

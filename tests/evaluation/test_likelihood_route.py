@@ -7,7 +7,7 @@ import contextlib
 from types import SimpleNamespace
 
 import pytest
-from fastapi import HTTPException
+from vllm.exceptions import RetryableRequestError
 
 from dllm_engine.decoding.probe import Probe
 from dllm_engine.evaluation.likelihood import log_likelihoods
@@ -117,12 +117,17 @@ def test_log_probabilities_of_a_prompt_are_refused_with_a_word_about_it(
     assert "/v1/likelihoods" in reply.json()["error"]["message"]
 
 
-def test_none_is_computed_while_weights_are_incomplete(ask, demo, monkeypatch):
+def test_none_is_computed_while_weights_are_incomplete(ask, client, demo, monkeypatch):
     scheduler = demo.llm_engine.engine_core.engine_core.scheduler
     monkeypatch.setattr(scheduler.weights, "incomplete_since", "update_weights")
-    reply = ask(prompt=PROMPT, answers=["a"])
-    assert reply.status_code == 503
-    assert "its weights changed; ask again" in reply.json()["error"]["message"]
+    hole = {"prompt": "Bot: Ida=", "suffix": ", Tom=48"}
+    for reply in (
+        ask(prompt=PROMPT, answers=["a"]),
+        client.post("/v1/completions", json=hole),
+        client.post("/v1/fim/completions", json=hole),
+    ):
+        assert reply.status_code == 503
+        assert "its weights changed; ask again" in reply.json()["error"]["message"]
     with pytest.raises(ValueError, match="weights are incomplete"):
         list(demo.masked_logprobs([([5, 6], [1])]))
 
@@ -187,6 +192,8 @@ def test_a_client_that_leaves_takes_its_canvases_along():
 def test_a_likelihood_never_comes_from_two_sets_of_weights(num_canvases, is_refused):
     engine = Engine()
     engine.changes_per_call = 1
-    refused = pytest.raises(HTTPException) if is_refused else contextlib.nullcontext()
+    refused = (
+        pytest.raises(RetryableRequestError) if is_refused else contextlib.nullcontext()
+    )
     with refused:
         asyncio.run(computed(engine, *[(1, 10)] * num_canvases))
