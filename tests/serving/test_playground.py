@@ -399,7 +399,7 @@ def test_only_what_was_moved_is_sent(page):
     page.move("temperature", 0.7)
     page.element("seed").send_keys("12")
     page.element("system").send_keys("Be brief.")
-    page.element("template").send_keys("Hello[[2]]!")
+    page.element("template").send_keys("Hello[[2]]![[]].")
     page.ask("Hello!")
     page.element("reset").click()
     page.element("match").send_keys(SCHEMA)
@@ -414,7 +414,8 @@ def test_only_what_was_moved_is_sent(page):
     assert second["max_tokens"] == 32
     moved = {"block_length": 8, "retention_ratio": 0.25, "threshold": 0.9}
     assert second["vllm_xargs"] == first["vllm_xargs"] | moved
-    assert third["vllm_xargs"] == first["vllm_xargs"] | {"template": ["Hello", 2, "!"]}
+    template = ["Hello", 2, "!", -1, "."]
+    assert third["vllm_xargs"] == first["vllm_xargs"] | {"template": template}
     assert (third["temperature"], third["seed"]) == (0.7, 12)
     assert third["messages"][0] == {"role": "system", "content": "Be brief."}
     assert matching == first | {"structured_outputs": {"json": SCHEMA}}
