@@ -17,7 +17,7 @@ def main() -> None:
     print(f"between the texts: {output.outputs[0].text!r}")
 
     # An answer with two holes of two tokens each.
-    template = [" Tom=", 2, ", Ida=", 2, ", Max=31"]
+    template: list[str | int] = [" Tom=", 2, ", Ida=", 2, ", Max=31"]
     (output,) = llm.fill_in([[{"role": "user", "content": QUESTION}]], [template])
     completion = output.outputs[0]
     print(f"holes: {completion.holes}")

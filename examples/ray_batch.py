@@ -33,8 +33,8 @@ from dllm_engine.cli.engine import (
     DECODING,
     add_cache_arguments,
     add_decoding_arguments,
+    chosen_arguments,
     engine_options,
-    given,
 )
 
 
@@ -96,7 +96,7 @@ def main() -> int:
     add_cache_arguments(parser)
     add_decoding_arguments(parser)
     args = parser.parse_args()
-    options, decoding = engine_options(args), given(args, DECODING)
+    options, decoding = engine_options(args), chosen_arguments(args, DECODING)
     lines = read_input(args.input)
     with ResultFile(
         args.output,

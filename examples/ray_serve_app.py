@@ -75,7 +75,8 @@ def main() -> None:
         "--max-replicas", type=int, default=1, metavar="N", help="default: %(default)s"
     )
     replicas, options = parser.parse_known_args()
-    served, served.unknown = build_parser().parse_known_args(["serve", *options])
+    served, unknown = build_parser().parse_known_args(["serve", *options])
+    served.unknown = unknown
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(
         vllm_arguments(served)[1:]
     )

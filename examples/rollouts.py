@@ -5,6 +5,7 @@ python examples/rollouts.py
 """
 
 import json
+from typing import Any
 
 from dllm_engine import LLM, DiffusionParams
 
@@ -14,7 +15,7 @@ TASKS = {
 }
 # With the tokens behind an end token, which later passes have seen: a trainer's canvas
 # is then the engine's.
-WHOLE = {"ignore_eos": True, "return_order": True}
+WHOLE: dict[str, Any] = {"ignore_eos": True, "return_order": True}
 PARAMS = DiffusionParams(
     gen_length=16, block_length=8, temperature=2.0, n=4, seed=0, **WHOLE
 )

@@ -129,6 +129,7 @@ def test(environment: Environment, options: argparse.Namespace) -> int:
             f"mypy --num-workers {processes} -p dllm_engine",
             "mypy scripts",
             "mypy benchmarks",
+            "mypy examples",
             "mypy --explicit-package-bases tests",
         )
         stages = {"style and types": [check.split() for check in checks]} | stages
