@@ -179,8 +179,8 @@ class Opened:
         return {place: edge.tokens for place, edge in places if edge.given}
 
     def _repeating(self, behind: Sequence[int | None]) -> list[int]:
-        """Tokens with which the end of a hole would repeat the begin of the text behind
-        it, or a token of that text.
+        """Tokens with which the end of a hole would repeat the beginning of the text
+        behind it, or a token of that text.
         """
         vocabulary = self.vocabulary
         assert vocabulary is not None

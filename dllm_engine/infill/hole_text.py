@@ -26,7 +26,9 @@ _BEFORE, _BEHIND = 2, 8
 
 
 class HoleText:
-    """The text of a request's only open hole, as it comes."""
+    """The text that fills in a template, as it comes. Of a template with several holes,
+    nothing is left out.
+    """
 
     def __init__(self, opened: Opened, params: SamplingParams, tokenizer: Any) -> None:
         self._opened, self._params, self._tokenizer = opened, params, tokenizer
